@@ -146,9 +146,10 @@ class SqlSink(Sink):
         named = {field.name: field.type for field in schema}
         shown = []
         for field in existing:
-            given = named.get(field.name, pa.null())
+            given = named.get(field.name, field.type)
             fits = any(test(given) for test in FITTING_KINDS.get(field.type, (lambda kind: True,)))
-            shown.append(field.with_type(given) if fits else field)
+            nullable = field.nullable or kinds.is_null(given)  # Arrow has no other null type
+            shown.append(pa.field(field.name, given, nullable) if fits else field)
         return super().fit(schema, pa.schema(shown), whole)
 
     def rehearse(self, schema: pa.Schema, existing: pa.Schema | None) -> None:
@@ -607,7 +608,7 @@ def is_transient_database_error(error: DBAPIError) -> bool:
 
 
 def _columns(table: Table) -> pa.Schema:
-    """Return a table's columns as a schema with approximate types; null if a type is unknown."""
+    """Return a table's columns as a schema with approximate types; string if a type is unknown."""
     return pa.schema([pa.field(c.name, _kind(c), bool(c.nullable)) for c in table.columns])
 
 
@@ -615,9 +616,9 @@ def _kind(column: Column[Any]) -> pa.DataType:
     try:
         if column.type.python_type is datetime and getattr(column.type, "timezone", False):
             return pa.timestamp("us", "UTC")
-        return COLUMN_KINDS.get(column.type.python_type, pa.null())
+        return COLUMN_KINDS.get(column.type.python_type, pa.string())
     except NotImplementedError:
-        return pa.null()
+        return pa.string()
 
 
 def _unpacked(table: Table) -> dict[str, Convert]:

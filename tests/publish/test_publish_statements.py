@@ -106,7 +106,8 @@ COLUMNS = {
     "at": ("DATETIME", pa.timestamp("us")),
     "hour": ("TIME", pa.time64("us")),
     "raw": ("BLOB NOT NULL", pa.binary()),
-    "text": ("TEXT", pa.null()),  # any type fits
+    "text": ("TEXT", pa.string()),  # any type fits
+    "name": ("TEXT NOT NULL", pa.string()),
 }
 
 
@@ -118,11 +119,12 @@ def test_the_columns_of_a_table_with_their_types_and_nulls(tmp_path: Path) -> No
     ]
     sink = sink_of(tmp_path)
     assert sink.existing() == pa.schema(wanted)
-    given = pa.schema([("id", pa.int32()), ("text", pa.string()), ("raw", pa.binary())])
+    texts = [("text", pa.string()), ("name", pa.string())]
+    given = pa.schema([("id", pa.int32()), *texts, ("raw", pa.binary())])
     assert sink.check(given) == "exists, and its columns fit"
-    assert sink.never_null == ("id", "raw")
+    assert sink.never_null == ("id", "raw", "name")
     with pytest.raises(ConfigError, match="does not allow null in column 'raw', which the result"):
-        sink.check(given.remove(2))
+        sink.check(given.remove(3))
 
 
 KINDS = {
@@ -148,6 +150,7 @@ FITTING = {
     "hour": {"time"},
     "raw": {"binary"},
     "text": set(KINDS),
+    "name": set(KINDS),
 }
 
 
