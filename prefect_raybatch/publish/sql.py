@@ -23,7 +23,7 @@ from pyarrow import types as kinds
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.trusted_places import FILE_DATABASES
 from prefect_raybatch.publish.base import PUBLISH_TRIES, AnsweredRows, Observe, Sink
-from prefect_raybatch.publish.sql_numbers import number_check
+from prefect_raybatch.publish.sql_numbers import Holds, number_check
 from prefect_raybatch.publish.types import converted_schema
 from prefect_raybatch.source.tables.sql import DRIVERS, NO_PLACE, missing_driver
 from prefect_raybatch.words import finite_in, storable_in
@@ -91,6 +91,14 @@ class SqlSink(Sink):
     """A database table as a target: rows are inserted through SQLAlchemy, or replaced by key."""
 
     module, extra = "sqlalchemy", "postgresql"
+    _table: Table | None = None  # the existing table, set by `existing`
+
+    def check(self, schema: pa.Schema, whole: bool = True) -> str:
+        text = super().check(schema, whole)
+        table = self._table if self.planned else None
+        checks = {} if table is None else self._number_checks(table, schema)
+        named = ", ".join(f"{name} ({kind})" for name, (_, kind) in checks.items())
+        return f"{text}; numbers that would be rounded are refused in {named}" if named else text
 
     def place(self) -> tuple[str, ...]:
         url, (schema, name) = self._url(), self._names
@@ -110,8 +118,8 @@ class SqlSink(Sink):
         engine = self._engine()
         try:
             self._check_marks(engine)
-            table = self._reflected(engine)
-            return None if table is None else _columns(table)
+            self._table = self._reflected(engine)
+            return None if self._table is None else _columns(self._table)
         finally:
             engine.dispose()
 
@@ -253,15 +261,24 @@ class SqlSink(Sink):
         observe("committed")
         return True
 
-    def _check_numbers(self, table: Table, rows: AnsweredRows) -> None:
-        """Raise `ConfigError` for the first number that its column of the table would round."""
-        dialect, names = self.system, rows.schema.names
-        checks = {
+    def _number_checks(
+        self, table: Table, schema: pa.Schema
+    ) -> dict[str, tuple[Holds, TypeEngine[Any]]]:
+        """Return {column: (test of whether it holds a number, its type)}.
+
+        It has only the columns that would round numbers of their types in `schema`.
+        """
+        dialect = self.system
+        return {
             str(column.name): (holds, column.type)
             for column in table.columns
-            if column.name in names
-            and (holds := number_check(rows.schema.field(column.name).type, column.type, dialect))
+            if column.name in schema.names
+            and (holds := number_check(schema.field(column.name).type, column.type, dialect))
         }
+
+    def _check_numbers(self, table: Table, rows: AnsweredRows) -> None:
+        """Raise `ConfigError` for the first number that its column of the table would round."""
+        checks = self._number_checks(table, rows.schema)
         number = 0
         for batch in rows.read() if checks else ():
             for name, (holds, kind) in checks.items():
@@ -468,7 +485,7 @@ class SqlSink(Sink):
 
         It has columns only, because DuckDB's dialect cannot reflect keys.
         """
-        from sqlalchemy import Column, MetaData, Table, Uuid
+        from sqlalchemy import REAL, Column, MetaData, Table, Uuid
 
         schema, name = self._names
         found = self._columns_of(engine, name)
@@ -478,7 +495,10 @@ class SqlSink(Sink):
             Column(_quoted(one["name"], engine), one["type"], nullable=one["nullable"])
             for one in found
         ]
+        shorts = _short_floats(engine, schema, name)
         for column in columns:
+            if column.name in shorts:
+                column.type = REAL()
             if isinstance(column.type, Uuid):  # a result has them as text
                 column.type = Uuid(as_uuid=False)
         return Table(_quoted(name, engine), MetaData(schema=schema or None), *columns)
@@ -567,6 +587,19 @@ def _quoted(name: str, engine: Engine) -> str:
     from sqlalchemy.sql import quoted_name
 
     return quoted_name(name, True) if engine.dialect.name == "duckdb" else name
+
+
+def _short_floats(engine: Engine, schema: str, table: str) -> set[str]:
+    """Return a DuckDB table's columns of 32-bit floats, which its dialect reflects as doubles."""
+    if engine.dialect.name != "duckdb":
+        return set()
+    query = (
+        "SELECT column_name FROM duckdb_columns() WHERE data_type = 'FLOAT' AND table_name = ? "
+        "AND schema_name = coalesce(nullif(?, ''), current_schema()) "
+        "AND database_name = current_database()"
+    )
+    with engine.connect() as connection:
+        return set(connection.exec_driver_sql(query, (table, schema)).scalars())
 
 
 def _folded(name: str, dialect: str) -> str:

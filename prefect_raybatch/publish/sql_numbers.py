@@ -7,6 +7,7 @@ from collections.abc import Callable
 from decimal import Context, Decimal
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import types as kinds
 
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
 Holds = Callable[[Any], bool]  # whether a column holds a value
-# Relative difference at which a float of this many bits still approximates a decimal number: a few
-# units in the last place.
-FLOAT_TOLERANCE = {16: 2.0**-10, 32: 2.0**-22, 64: 2.0**-50}
+# Differences at which a float of this many bits still approximates a decimal number: a relative
+# one, of a few units in the last place; and one for noise of arithmetic, as in 100.1 - 100, in
+# units of the column's last decimal.
+FLOAT_TOLERANCE = {16: (2.0**-10, 2.0**-5), 32: (2.0**-22, 2.0**-11), 64: (2.0**-50, 2.0**-30)}
 _EXACT = Context(prec=76)  # digits: more than an Arrow decimal has
 
 
@@ -40,18 +42,40 @@ def number_check(kind: pa.DataType, column: TypeEngine[Any], dialect: str) -> Ho
     if not isinstance(column, sql.Numeric):
         return None
     if isinstance(column, sql.Float) or dialect == "sqlite":  # SQLite keeps decimals as floats
-        return _fits_double if kinds.is_integer(kind) or kinds.is_decimal(kind) else None
+        if not (kinds.is_integer(kind) or kinds.is_decimal(kind)):
+            return None
+        return _float_check(column, dialect)
     scale = column.scale
     if scale is None or (kinds.is_integer(kind) and scale >= 0):
         return None
+    if kinds.is_decimal(kind) and scale >= kind.scale:
+        return None
     if kinds.is_floating(kind):
-        return _float_fits_scale(scale, FLOAT_TOLERANCE[kind.bit_width])
+        return _float_fits_scale(scale, *FLOAT_TOLERANCE[kind.bit_width])
     return _decimal_fits_scale(scale)
 
 
-def _fits_double(value: int | Decimal) -> bool:
-    double = float(value)
-    return Decimal(double) == value or Decimal(repr(double)) == value
+def _float_check(column: TypeEngine[Any], dialect: str) -> Holds | None:
+    """Return a test of whether a column of floats holds an integer or decimal number.
+
+    Returns None for Oracle's FLOAT, REAL and DOUBLE PRECISION, which are decimal numbers.
+    """
+    import sqlalchemy as sql
+    from sqlalchemy.dialects import mysql, oracle
+
+    if dialect == "oracle" and not isinstance(column, (oracle.BINARY_FLOAT, oracle.BINARY_DOUBLE)):
+        return None
+    shorts = sql.REAL, mysql.FLOAT, oracle.BINARY_FLOAT
+    is_double = dialect == "sqlite" or isinstance(column, sql.Double)
+    is_short = isinstance(column, shorts) or (getattr(column, "precision", None) or 53) <= 24
+    rounded = np.float32 if is_short and not is_double else np.float64
+
+    def holds(value: int | Decimal) -> bool:
+        with np.errstate(over="ignore"):
+            number = rounded(float(value))
+        return Decimal(float(number)) == value or Decimal(str(number)) == value
+
+    return holds
 
 
 def _decimal_fits_scale(scale: int) -> Holds:
@@ -62,11 +86,12 @@ def _decimal_fits_scale(scale: int) -> Holds:
     return holds
 
 
-def _float_fits_scale(scale: int, tolerance: float) -> Holds:
+def _float_fits_scale(scale: int, tolerance: float, noise: float) -> Holds:
     def holds(value: float) -> bool:
         # The database decides about NaN and infinity.
         if not math.isfinite(value):
             return True
-        return math.isclose(round(value, scale), value, rel_tol=tolerance)
+        rounded = round(value, scale)
+        return math.isclose(rounded, value, rel_tol=tolerance, abs_tol=noise * 10.0**-scale)
 
     return holds

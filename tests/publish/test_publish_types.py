@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sqlite3
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -18,7 +20,9 @@ import sqlalchemy
 from helpers.position_deletes import delete_equal, delete_positions
 from helpers.small import make_job
 from helpers.targets import TARGETS, catalog, iceberg, published_rows
+from numpy import float32
 from pyiceberg.catalog import load_catalog
+from sqlalchemy.dialects import mysql, oracle
 
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError, PublishFailed
@@ -26,6 +30,7 @@ from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, check_unique, open_sink
 from prefect_raybatch.publish.sql import INSERT_ROWS, sql_type_of
+from prefect_raybatch.publish.sql_numbers import number_check
 from prefect_raybatch.publish.types import to_schema
 from prefect_raybatch.source.hive import path_values
 
@@ -230,6 +235,55 @@ def test_a_number_that_a_column_would_round_is_refused_by_row_and_column(
     assert TARGETS["sql"][1](tmp_path) == []
     put("sql", tmp_path, rows(kept))
     assert [row["n"] for row in TARGETS["sql"][1](tmp_path)] == [None, float(kept), float(kept)]
+
+
+NOISE = [19.99 * 3 - 59, 100.1 - 100, 0.3 - 0.2 - 0.1]
+NUMERIC = sqlalchemy.Numeric(10, 2)
+SHORT = float(float32(100.1) - float32(100))
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "kept", "rounded"),
+    [
+        (pa.float64(), NUMERIC, [*NOISE, 0.87, 1e15, math.nan, math.inf], [0.126, 1e-9]),
+        (pa.float32(), NUMERIC, [0.1, SHORT], [0.126, 1e-3]),
+        (pa.float64(), sqlalchemy.Numeric(6, 4), [0.8765, *NOISE], [0.87654321]),
+        (pa.decimal128(20, 4), NUMERIC, [Decimal("0.1200")], [Decimal("0.1201")]),
+        (pa.int64(), sqlalchemy.REAL(), [2**24, 2**60], [2**24 + 1]),
+        (pa.int64(), sqlalchemy.Float(24), [2**24], [2**24 + 1]),
+        (pa.int64(), mysql.FLOAT(), [2**24], [2**24 + 1]),
+        (pa.int64(), oracle.BINARY_FLOAT(), [2**24], [2**24 + 1]),
+        (pa.decimal128(38, 3), sqlalchemy.REAL(), [Decimal("1234.567")], [Decimal(10**9 + 1)]),
+        (pa.decimal256(60, 0), sqlalchemy.REAL(), [], [Decimal(10**50)]),
+        *[(pa.int64(), column, [2**24 + 1], [2**53 + 1])
+          for column in (sqlalchemy.Float(53), mysql.DOUBLE(10, 2), oracle.BINARY_DOUBLE())],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_number_is_held_if_only_noise_would_be_rounded(kind, column, kept, rounded):
+    holds = number_check(kind, column, "any")
+    assert holds is not None
+    assert [value for value in [*kept, *rounded] if holds(value)] == kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "dialect"),
+    [
+        (pa.decimal128(10, 2), sqlalchemy.Numeric(10, 2), "postgresql"),
+        (pa.decimal128(10, 2), sqlalchemy.Numeric(20, 4), "postgresql"),
+        (pa.int64(), oracle.FLOAT(126), "oracle"),
+        (pa.decimal128(10, 2), sqlalchemy.DOUBLE_PRECISION(), "oracle"),
+        (pa.float64(), sqlalchemy.REAL(), "postgresql"),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_column_would_round_are_not_checked(kind, column, dialect):
+    assert number_check(kind, column, dialect) is None
+
+
+def test_a_real_of_sqlite_is_a_double():
+    holds = number_check(pa.int64(), sqlalchemy.REAL(), "sqlite")
+    assert holds is not None and holds(2**24 + 1) and not holds(2**53 + 1)
 
 
 @pytest.mark.parametrize("unique", [False, True])

@@ -281,6 +281,35 @@ def test_duckdb_is_published_to_and_read(tmp_path):
     found.close()
 
 
+def test_a_plan_names_the_columns_that_refuse_what_they_would_round(tmp_path):
+    import duckdb as base
+
+    with base.connect(str(tmp_path / "rows.duckdb")) as connection:
+        connection.execute("CREATE TABLE answers (_row bigint, p decimal(6,4), q decimal(6,4))")
+    schema = pa.schema([("_row", pa.int64()), ("p", pa.float64()), ("q", pa.decimal128(6, 4))])
+    (line,) = plan(schema, duckdb(tmp_path))
+    assert line.endswith(
+        "its columns fit; numbers that would be rounded are refused in p (NUMERIC(6, 4))"
+    )
+    with pytest.raises(ConfigError, match=r"column 'p', is 0.87654321, .*NUMERIC\(6, 4\) would"):
+        publish(
+            pa.table({"_row": [0], "p": [0.87654321], "q": [None]}, schema=schema), duckdb(tmp_path)
+        )
+
+
+def test_a_real_of_duckdb_is_told_from_a_double(tmp_path):
+    import duckdb as base
+
+    with base.connect(str(tmp_path / "rows.duckdb")) as connection:
+        connection.execute("CREATE TABLE answers (short real, long double)")
+        connection.execute("CREATE TABLE others (long real)")
+    with pytest.raises(ConfigError, match=r"'short', is 16777217, .* type REAL would round"):
+        publish(pa.table({"short": [2**24 + 1]}), duckdb(tmp_path))
+    publish(pa.table({"long": [2**24 + 1]}), duckdb(tmp_path))
+    with base.connect(str(tmp_path / "rows.duckdb")) as connection:
+        assert connection.execute("SELECT * FROM answers").fetchall() == [(None, 2.0**24 + 1)]
+
+
 def test_duckdb_stores_times_in_utc_whatever_its_time_zone(tmp_path):
     import duckdb as base
 
