@@ -123,8 +123,10 @@ class FilesSink(Sink):
     def _check_layout(self, store: Store, plan: str = "") -> None:
         """Raise `ConfigError` if runs other than that of `plan` were published in other partitions.
 
-        All runs in a folder have the same partitions, so the first readable marker decides.
+        A folder that has several layouts, as earlier versions of this package wrote them, takes
+        runs in any of them.
         """
+        layout: list[str] | None = None
         for info in store.list(recursive=False):
             is_mark = info.path.startswith(f"_{PROPERTY}")
             is_mark = is_mark and info.path.endswith(f".{self.target.format}.json")
@@ -134,15 +136,16 @@ class FilesSink(Sink):
                 path = next(iter(json.loads(store.read(info.path, MARK_BYTES))["files"]))
             except (FileNotFoundError, ValueError, KeyError, TypeError, StopIteration):
                 continue
-            by = [unquote(folder.partition("=")[0]) for folder in path.split("/")[:-1]]
-            if by != self.target.partition_by:
-                wanted = ", ".join(self.target.partition_by) or "not set"
-                raise ConfigError(
-                    f"{self.what}: partition_by is {wanted}, but the files of earlier runs in "
-                    f"{store.uri} are partitioned by {', '.join(by) or 'no column'}. Set "
-                    f"partition_by to {json.dumps(by)}, or publish to another folder"
-                )
-            return
+            layout = [unquote(folder.partition("=")[0]) for folder in path.split("/")[:-1]]
+            if layout == self.target.partition_by:
+                return
+        if layout is not None:
+            wanted = ", ".join(self.target.partition_by) or "not set"
+            raise ConfigError(
+                f"{self.what}: partition_by is {wanted}, but the files of earlier runs in "
+                f"{store.uri} are partitioned by {', '.join(layout) or 'no column'}. Set "
+                f"partition_by to {json.dumps(layout)}, or publish to another folder"
+            )
 
     def _whole(self, store: Store, plan: str) -> bool:
         """Return whether the marker of `plan` exists, and all files (path, size) that it lists."""

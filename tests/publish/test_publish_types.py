@@ -411,6 +411,26 @@ def test_a_folder_keeps_the_partitions_of_earlier_runs(tmp_path, format, first, 
     assert "gets new files" in quiet(table.schema, target | {"partition_by": first})[0]
 
 
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_folder_with_two_layouts_takes_runs_in_either(tmp_path, format):
+    """An earlier version of this package wrote such folders."""
+    table = pa.table({"_row": [0, 1], "day": ["1", "2"], "kind": ["x", "y"]})
+    layouts: list[list[str]] = [[], ["day"]]
+    for name, by in zip("ab", layouts, strict=True):
+        target = PublishTarget.model_validate(TARGETS[format][0](tmp_path, partition_by=by))
+        (tmp_path / name).mkdir()
+        moved = target.model_copy(update={"uri": str(tmp_path / name)})
+        open_sink(moved, "key", {}).publish(published_rows(table, name * 64), lambda step: None)
+        shutil.copytree(tmp_path / name, str(target.uri), dirs_exist_ok=True)
+    for plan, by in zip("0z", layouts, strict=True):
+        fields = TARGETS[format][0](tmp_path, partition_by=by)
+        assert "gets new files" in quiet(table.schema, fields)[0]
+        sink = open_sink(PublishTarget.model_validate(fields), "key", {})
+        sink.publish(published_rows(table, plan * 64), lambda step: None)
+    with pytest.raises(ConfigError, match=r"partition_by is kind, .* by (day|no column)\. Set"):
+        quiet(table.schema, TARGETS[format][0](tmp_path, partition_by=["kind"]))
+
+
 def test_partitions_are_folders_and_the_files_leave_their_columns_out(tmp_path):
     table = pa.table({"_row": list(range(6)), "day": ["1/7", "2", None] * 2, "a": ["x"] * 6})
     for format in ("parquet", "jsonl", "delta"):
