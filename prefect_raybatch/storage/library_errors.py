@@ -77,7 +77,7 @@ def ca_file_problem(*settings: tuple[str, object]) -> str:
         return ""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
-    except (ssl.SSLError, FileNotFoundError, PermissionError) as error:
+    except OSError as error:  # or SSLError, a subclass
         return (
             f"{name}: {path!r} is no readable PEM file of CA certificates ({error.strerror}). "
             "Name one, or remove the setting"

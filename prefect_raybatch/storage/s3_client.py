@@ -136,9 +136,16 @@ class Connection:
         verify = client.get("verify")
         if verify is False:
             return ""
-        names = "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"
-        around = [(name, os.environ.get(name)) for name in names]
-        return ca_file_problem(("options.client_kwargs.verify", verify), *around)
+        session = getattr(fs, "session", None)
+        return ca_file_problem(
+            ("options.client_kwargs.verify", verify),
+            ("AWS_CA_BUNDLE", os.environ.get("AWS_CA_BUNDLE")),
+            (
+                "ca_bundle in the AWS configuration",
+                session and session.get_config_variable("ca_bundle"),
+            ),
+            ("REQUESTS_CA_BUNDLE", os.environ.get("REQUESTS_CA_BUNDLE")),
+        )
 
     def credentials(self) -> str:
         """Return, for a message, where the credentials come from, without revealing them."""

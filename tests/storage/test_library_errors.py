@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from prefect_raybatch.storage.library_errors import failure_in
+from prefect_raybatch.storage.library_errors import ca_file_problem, failure_in
 
 LIST = "Generic S3 error: Error performing list request: Error performing GET http://127.0.0.1:9/b"
 
@@ -48,3 +51,11 @@ LIST = "Generic S3 error: Error performing list request: Error performing GET ht
 )
 def test_a_number_is_a_status_where_it_is_said_as_one(said: str, failure: str | None) -> None:
     assert failure_in(ValueError(said)) == failure
+
+
+def test_a_ca_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.symlink("loop", tmp_path / "loop")
+    for path in (tmp_path / "file" / "x", tmp_path / "loop", tmp_path / ("x" * 300)):
+        problem = ca_file_problem(("verify", str(path)))
+        assert problem.startswith(f"verify: {str(path)!r} is no readable PEM file")

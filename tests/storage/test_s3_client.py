@@ -381,3 +381,28 @@ def test_a_file_of_certificates_that_cannot_be_used_is_no_outage(
         store = open_store("s3://b/x", {"key": "k", "secret": "s", "endpoint_url": url, **more})
         with pytest.raises(ConfigError, match=rf"s3://b/x/a: .*{setting}: '.*ca\.der' is no reada"):
             store.read("a")
+
+
+def test_ca_bundle_of_a_profile_counts_before_that_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".aws").mkdir()
+    config, wrong = tmp_path / ".aws/config", tmp_path / "wrong.pem"
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(wrong))
+    with untrusted_server(tmp_path) as url:
+        options = {"key": "k", "secret": "s", "endpoint_url": url}
+        for path, kind, said in (
+            (tmp_path / "certificate.pem", StoreError, "certificate verify failed|no valid answer"),
+            (
+                wrong,
+                ConfigError,
+                "s3://b/x/a: ca_bundle in the AWS configuration: '.*wrong.pem' is",
+            ),
+        ):
+            config.write_text(f"[default]\nca_bundle = {path}\n")
+            Connection.known.clear()
+            store = open_store("s3://b/x", options)
+            store.retry_seconds = 0
+            with pytest.raises(kind, match=said):
+                store.read("a")
