@@ -39,7 +39,8 @@ class Answer(NamedTuple):
     """The outcome of a failed call: S3's error code and the message, without secrets.
 
     `status` is the HTTP status, 0 without an answer, -1 if the client could not send the request.
-    In these two cases `code` is the class of the client's exception.
+    In these two cases `code` is the class of the client's exception. With status 200, a key of a
+    batch was refused, with a code of unknown meaning.
     """
 
     status: int
@@ -62,13 +63,13 @@ class Answer(NamedTuple):
     def worth_retrying(self) -> bool:
         """Return whether the call may succeed if it is repeated.
 
-        A call is worth retrying without an answer, and after a conflict, throttling, a server
-        error, or a body changed in transit; also after NoSuchUpload, which says that an earlier
-        try completed the upload, but its answer was lost.
+        A call is worth retrying without an answer, and after an unknown code, a conflict,
+        throttling, a server error, or a body changed in transit; also after NoSuchUpload, which
+        says that an earlier try completed the upload, but its answer was lost.
         """
         if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED):
             return True
-        return self.status in (0, 408, 409, 429) or (
+        return self.status in (0, 200, 408, 409, 429) or (
             self.status >= 500 and self.status not in (501, 505, 507)
         )
 
@@ -87,6 +88,8 @@ class Answer(NamedTuple):
         """
         place, said = f"s3://{bucket}/{key}", self.reply
         credentials = f"credentials: {credentials}"
+        if self.status == 200:
+            return StoreError(f"{place}: the store refused {operation} in {tries} tries ({said})")
         if self.worth_retrying:
             return StoreUnavailable(
                 f"{place}: no valid answer from {endpoint} in {tries} tries (the last: {said}). "

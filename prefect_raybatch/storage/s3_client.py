@@ -29,6 +29,8 @@ PERMANENT = {
     **dict.fromkeys(("ExpiredToken", "InvalidArgument", "InvalidRequest", "KeyTooLongError"), 400),
     **{"NoSuchBucket": 404, "MethodNotAllowed": 405, "NotImplemented": 501},
 }
+# Codes with which a store says that it cannot delete a key now.
+PASSING = ("InternalError", "ServiceUnavailable", "SlowDown")
 LEAST_WAIT = 60.0  # seconds that even the upload of a small file may take
 
 Send = Callable[[Any], Awaitable[Any]]  # sends a request with s3fs's file system
@@ -299,13 +301,14 @@ def upload(source: str, target: str, part_bytes: int) -> Send:
 def _raise_partial(found: Mapping[str, Any], operation: str) -> None:
     """Raise ClientError for the first key that a batch deletion could not delete.
 
-    A batch answers 200 even if keys failed. A code that is not known to be permanent gets status
-    503, so that the batch is sent again: a deletion may be repeated.
+    A batch answers 200 even if keys failed. The error has the status that fits the code, or 200 if
+    the code is unknown: then, too, the batch is sent again, as a deletion may be repeated.
     """
     from botocore.exceptions import ClientError
 
     for failed in found.get("Errors", ()):
         if failed.get("Code") != "NoSuchKey":
-            status = PERMANENT.get(failed.get("Code", ""), 503)
+            code = failed.get("Code", "")
+            status = 503 if code in PASSING else PERMANENT.get(code, 200)
             said = {"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}
             raise ClientError(said, operation)

@@ -262,6 +262,7 @@ def failed(*answer: Any) -> Any:
         *[((400, code, ""), StoreUnavailable, "4 tries")
           for code in ("RequestTimeout", "NoSuchUpload", "SlowDown", "BadDigest", "EntityTooSmall",
                        "XAmzContentSHA256Mismatch")],
+        ((200, "X", "y"), StoreError, r"^s3://b/k: .* refused put_object in 4 tries \(200 X: y\)"),
         ((404, "NoSuchBucket", ""), StoreError, r"^bucket 'b' of s3://b/k .*credentials: CREDENT"),
         ((404, "NoSuchKey", ""), FileNotFoundError, "'s3://b/k'"),
         ((507, "X", "y"), StoreError, r"^s3://b/k: .*over its quota \(507 X: y\)"),

@@ -15,6 +15,7 @@ from botocore.exceptions import ClientError
 from prefect_raybatch.errors import (
     AccessDenied,
     CredentialsUnusable,
+    StoreError,
     StoreUnavailable,
 )
 from prefect_raybatch.storage import FileInfo, S3Store, Sums
@@ -177,7 +178,8 @@ def test_checksums_are_computed_where_md5_is_not_for_security(
     [
         *[(["AccessDenied"], 403), (["InternalError"], 503), (["NoSuchKey", "SlowDown"], 503)],
         *[(["InvalidRequest"], 400), (["MethodNotAllowed", "SlowDown"], 405), (["NoSuchKey"], 0)],
-        *[([], 0), ([None, "AccessDenied"], 503), (["ServiceUnavailable"], 503)],
+        *[([], 0), ([None, "AccessDenied"], 200), (["ServiceUnavailable"], 503)],
+        (["MalformedXML"], 200),
     ],
 )
 def test_a_batch_fails_for_its_first_key_that_is_not_deleted(
@@ -260,6 +262,21 @@ def test_a_call_is_repeated_after_growing_pauses(
     assert link.warned == [
         ("s3://b/p/x", "http://h:9", 1000.0, 1000.0 + seconds, "503 SlowDown: text")
     ] * len(pauses)
+
+
+def test_a_deletion_refused_for_an_unknown_reason_is_repeated_and_ends_with_it(
+    store: S3Store, link: Link, clock: Any
+) -> None:
+    failed = {"Key": "p/x", "Code": "MalformedXML", "Message": "no"}
+    link.answers[:] = [{"Errors": [failed]}, {}]
+    store.delete(["x"])
+    assert len(link.calls) == 2
+    link.answers[:], store.retry_seconds = [{"Errors": [failed]}] * 99, 0.0
+    with pytest.raises(
+        StoreError, match=r"refused delete_objects in 3 .*MalformedXML: no"
+    ) as caught:
+        store.delete(["x"])
+    assert not isinstance(caught.value, StoreUnavailable)
 
 
 def test_expired_credentials_are_renewed_once(store: S3Store, link: Link, clock: Any) -> None:
