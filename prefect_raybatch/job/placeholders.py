@@ -7,7 +7,7 @@ they must have the same values each time that the run is started, resumed or loo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 
 from prefect_raybatch.errors import ConfigError
@@ -16,8 +16,15 @@ from prefect_raybatch.job.checks import nearest
 _WORD = re.compile(r"\{(run_[a-z_]*)(?::([^{}]*))?\}")
 # At the end of a default run key; a retry (.r1) and a repaired run (.m1) add a number to the key.
 _STAMP = re.compile(r"-(\d{8}T\d{6})Z(?:\.[rm]\d+)*$")
-_DIRECTIVE = re.compile(r"%-?[A-Za-z]")
-_DIGITS = {"%Y": r"\d{4}", "%m": r"\d\d", "%d": r"\d\d", "%y": r"\d\d", "%j": r"\d{3}"}
+_DIRECTIVE = re.compile(r"(%-?[A-Za-z%])")
+_SHAPES = {
+    "%Y": r"\d{4}",
+    "%m": r"\d\d",
+    "%d": r"\d\d",
+    "%y": r"\d\d",
+    "%j": r"\d{3}",
+    "%%": "%",
+}
 _ANY = "\0"  # any part of a folder's name, until the URI is split at each /
 PLACEHOLDER_NAMES = frozenset(("run_date", "run_key"))
 
@@ -113,16 +120,37 @@ def render_text(text: str, run_key: str | None, run_date: date | None) -> str:
 
 
 def date_in(template: str, text: str) -> date | None:
-    """Return a date with which {run_date} in `template` gives `text`; None if none is found."""
-    form, at = "", 0
+    """Return a date with which {run_date} in `template` gives `text`; None if none is found.
+
+    Parts of the date that the template does not contain are those of 1900-01-01.
+    """
+    directives: list[str] = []
+
+    def group(directive: str) -> str:
+        if directive in directives:
+            return f"(?P=part{directives.index(directive)})"
+        directives.append(directive)
+        return f"(?P<part{len(directives) - 1}>{_SHAPES.get(directive, '.+?')})"
+
+    pattern, at = "", 0
     for word in _WORD.finditer(template):
-        form += template[at : word.start()].replace("%", "%%") + (word[2] or "%Y-%m-%d")
+        pattern += re.escape(template[at : word.start()]) + _form_pattern(word[2], group)
         at = word.end()
-    form += template[at:].replace("%", "%%")
-    try:
-        return datetime.strptime(text, form).date() if at else None
-    except (ValueError, re.error):  # re.error: a directive is repeated
+    match = re.fullmatch(pattern + re.escape(template[at:]), text, re.DOTALL)
+    if match is None or not directives:
         return None
+    names = [directive.replace("-", "") for directive in directives]
+    parts = dict(zip(names, match.groups(), strict=True))
+    try:
+        return datetime.strptime("\n".join(parts.values()), "\n".join(parts)).date()
+    except (ValueError, re.error):  # re.error: %c or %x repeats another directive
+        return None
+
+
+def _form_pattern(form: str | None, shape: Callable[[str], str]) -> str:
+    """Return a regex for the format of a {run_date}; `shape` returns that of a directive."""
+    parts = _DIRECTIVE.split(form or "%Y-%m-%d")  # every second one is a directive
+    return "".join(shape(part) if at % 2 else re.escape(part) for at, part in enumerate(parts))
 
 
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
@@ -139,8 +167,7 @@ def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
     for word in _WORD.finditer(rest):
         shape = _ANY
         if word[1] == "run_date":
-            form = re.escape(word[2] or "%Y-%m-%d")
-            shape = _DIRECTIVE.sub(lambda one: _DIGITS.get(one[0], _ANY), form)
+            shape = _form_pattern(word[2], lambda directive: _SHAPES.get(directive, _ANY))
         made += re.escape(rest[at : word.start()]) + shape
         at = word.end()
     made += re.escape(rest[at:].rstrip("/"))

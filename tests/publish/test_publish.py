@@ -254,7 +254,14 @@ def test_the_date_of_a_run_is_in_its_targets_and_in_those_of_its_retry(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "form", ["{run_date}", "{run_date:%Y/%m/%d}", "{run_date:%Y-%m}", "{run_key}/{run_date}"]
+    "form",
+    [
+        "{run_date}",
+        "{run_date:%Y/%m/%d}",
+        "{run_date:%Y-%m}",
+        "{run_key}/{run_date}",
+        "{run_date:%Y/%m}/{run_date}",
+    ],
 )
 def test_targets_have_the_date_that_the_run_used_also_if_its_key_has_another(tmp_path, form):
     """A run of 00:30 in Berlin has the date of its schedule, and a key in UTC."""

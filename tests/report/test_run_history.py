@@ -319,6 +319,7 @@ def test_nights_whose_folders_bear_their_dates_are_on_one_page(week, tmp_path):
         ("s3://b/out/{run_date}", "s3://b/out", 1, ["2026-11-01"]),
         ("/d/x-{run_date:%Y/%m/%d}.d/{run_key}", "/d", 4, ["x-2026", "11", "01.d", "nightly-1"]),
         ("out/a+b{run_date:%d %B}", "out", 1, ["a+b01 November"]),
+        ("out/{run_date:%-d.%m}", "out", 1, ["1.11"]),
     ],
 )
 def test_the_folders_of_dated_outputs(uri, base, parts, named):

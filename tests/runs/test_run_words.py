@@ -18,7 +18,7 @@ from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import job_placeholders, render_placeholders
-from prefect_raybatch.job.placeholders import date_of, date_of_key
+from prefect_raybatch.job.placeholders import date_in, date_of, date_of_key
 from prefect_raybatch.runs.run import Run
 
 NIGHT = date(2026, 7, 1)
@@ -111,6 +111,34 @@ def test_the_date_is_that_of_the_key_unless_it_is_given(tmp_path):
     # A date alone makes the key, so the same command finds the same run.
     assert resolve_run(job, None, None, NIGHT)[1] == f"{job.name}-20260701T000000Z"
     assert resolve_run(job, "night", None, NIGHT)[1] == "night"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("lake/{run_date:%Y/%m}/{run_date}", "lake/2026/07/2026-07-01"),
+        ("d >= '{run_date}' AND e < '{run_date}'", "d >= '2026-07-01' AND e < '2026-07-01'"),
+        ("y={run_date:%Y}/m={run_date:%m}/d={run_date:%d}", "y=2026/m=07/d=01"),
+        ("{run_date:%d.%m.}{run_date:%Y}/100%m", "01.07.2026/100%m"),
+        ("in/{run_date:%-d %B %Y}", "in/1 July 2026"),
+        ("in/{run_date:%Y%%%m%d}", "in/2026%0701"),
+    ],
+)
+def test_a_date_is_found_where_it_was_filled_in(template, text):
+    assert date_in(template, text) == NIGHT
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("lake/x", "lake/x"),
+        ("lake/{run_date}", "other/2026-07-01"),
+        ("lake/{run_date}", "lake/2026-07-32"),
+        ("lake/{run_date}/{run_date}", "lake/2026-07-01/2026-07-02"),
+    ],
+)
+def test_no_date_is_found_where_none_was_filled_in(template, text):
+    assert date_in(template, text) is None
 
 
 def test_a_run_of_a_date_is_planned_and_continued(tmp_path):
