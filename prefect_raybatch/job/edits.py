@@ -25,6 +25,7 @@ from prefect_raybatch.job.placeholders import (
     day_of_run,
     placeholders_in,
     render_text,
+    tells_date,
     today,
 )
 from prefect_raybatch.job.secrets import hide_users
@@ -231,8 +232,13 @@ def _location_placeholders(job: BatchJob) -> set[str]:
 
 def targets_are_dated(output: Output) -> bool:
     """Return whether {run_date} is used in the `uri` or `table` of a publish target."""
+    return bool(_dated_targets(output))
+
+
+def _dated_targets(output: Output) -> list[str]:
+    """Return the `uri` and `table` of publish targets that contain {run_date}."""
     texts = (text for target in output.publish for text in (target.uri, target.table))
-    return "run_date" in placeholders_in(*texts)
+    return [text for text in texts if text and "run_date" in placeholders_in(text)]
 
 
 def render_for_today(job: BatchJob) -> BatchJob:
@@ -288,7 +294,9 @@ def planned_run_date(job: BatchJob, planned: BatchJob, run_key: str) -> date | N
     """Return the date with which {run_date} in `job` gives the locations in `planned`.
 
     `planned` is the job in the plan of run `run_key`, whose date may differ from that in the key.
-    Returns None if no location tells the date.
+    Returns None if no location tells the date. A location with only a part of it, such as
+    {run_date:%Y-%m}, tells it if no target needs another part; else, unless the date in the key
+    agrees with all locations, raises `ConfigError`.
     """
     pairs = [
         *zip(job.source.uris, planned.source.uris, strict=False),
@@ -306,9 +314,19 @@ def planned_run_date(job: BatchJob, planned: BatchJob, run_key: str) -> date | N
         if given and filled
     ]
     dates = {pair: when for pair in texts if (when := date_in(*pair)) is not None}
-    for when in (date_of_key(run_key), *dates.values()):
+    known = {given for given, _ in dates}
+    targets_known = all(
+        render_text(text, run_key, None) in known for text in _dated_targets(job.output)
+    )
+    told = [when for (given, _), when in dates.items() if targets_known or tells_date(given)]
+    for when in (date_of_key(run_key), *told):
         if dates and when and all(render_text(given, None, when) == text for given, text in dates):
             return when
+    if dates and not targets_known:
+        raise ConfigError(
+            f"{{run_date}} in output.publish: the locations of run {run_key!r} do not tell its "
+            "whole date. Set --run-date (run_date of the flow), or write the date itself"
+        )
     return None
 
 

@@ -147,6 +147,14 @@ def date_in(template: str, text: str) -> date | None:
         return None
 
 
+def tells_date(template: str) -> bool:
+    """Return whether {run_date} in `template` contains the year, the month and the day."""
+    forms = [word[2] or "%Y-%m-%d" for word in _WORD.finditer(template)]
+    parts = {part.replace("-", "") for form in forms for part in _DIRECTIVE.findall(form)}
+    has_month = not parts.isdisjoint(("%m", "%b", "%B"))
+    return not parts.isdisjoint(("%Y", "%y")) and ("%j" in parts or (has_month and "%d" in parts))
+
+
 def _form_pattern(form: str | None, shape: Callable[[str], str]) -> str:
     """Return a regex for the format of a {run_date}; `shape` returns that of a directive."""
     parts = _DIRECTIVE.split(form or "%Y-%m-%d")  # every second one is a directive

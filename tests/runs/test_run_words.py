@@ -17,7 +17,7 @@ from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import job_placeholders, render_placeholders
+from prefect_raybatch.job.edits import job_placeholders, planned_run_date, render_placeholders
 from prefect_raybatch.job.placeholders import date_in, date_of, date_of_key
 from prefect_raybatch.runs.run import Run
 
@@ -139,6 +139,42 @@ def test_a_date_is_found_where_it_was_filled_in(template, text):
 )
 def test_no_date_is_found_where_none_was_filled_in(template, text):
     assert date_in(template, text) is None
+
+
+def planned_date(key: str, source: str, *targets: str, planned: int = 0) -> date | None:
+    """The date found for `targets`, if a run of NIGHT had the source and the first `planned`."""
+
+    def job(*uris: str) -> BatchJob:
+        publish = [{"name": f"t{n}", "format": "jsonl", "uri": uri} for n, uri in enumerate(uris)]
+        return make_job(source={"uri": source}, output={"uri": "out", "publish": publish})
+
+    with_targets = job(*targets)
+    plan = render_placeholders(job(*targets[:planned]), key, NIGHT)
+    return planned_run_date(with_targets, plan, key)
+
+
+@pytest.mark.parametrize("form", ["%Y-%m", "%m%d", "%d", "%Y-%d"])
+@pytest.mark.parametrize("key", ["monday", "nightly-20260630T223000Z"])
+def test_a_part_of_a_date_does_not_tell_the_date_of_a_new_target(form, key):
+    source = f"in/{{run_date:{form}}}"
+    with pytest.raises(ConfigError, match="do not tell its whole date"):
+        planned_date(key, source, "lake/{run_date}")
+    with pytest.raises(ConfigError, match="do not tell its whole date"):
+        planned_date(key, source, source.replace("in", "lake"), "lake/{run_date}", planned=1)
+    found = planned_date(key, source, source.replace("in", "lake"), planned=1)
+    assert found is not None and f"{found:{form}}" == f"{NIGHT:{form}}"
+
+
+@pytest.mark.parametrize("form", ["%Y-%m-%d", "%Y/%j", "%d %B %y"])
+@pytest.mark.parametrize("key", ["monday", "nightly-20260630T223000Z"])
+def test_a_whole_date_in_a_location_is_that_of_a_new_target(form, key):
+    assert planned_date(key, f"in/{{run_date:{form}}}", "lake/{run_date}") == NIGHT
+
+
+def test_the_date_of_the_key_is_taken_where_a_part_of_the_date_agrees():
+    key = f"nightly-{NIGHT:%Y%m%d}T010000Z"
+    assert planned_date(key, "in/{run_date:%Y-%m}", "lake/{run_date}") == NIGHT
+    assert planned_date("monday", "in/x", "lake/{run_date}") is None
 
 
 def test_a_run_of_a_date_is_planned_and_continued(tmp_path):
