@@ -231,7 +231,8 @@ def _steps_left(root: Store, members: list[RunLine]) -> str | None:
     A run may still be measured, judged or published, unless a repaired run continues it. If its
     records cannot be read, returns why.
     """
-    repaired = {line.forked_from for line in members}
+    by_key = {line.run_key: line for line in members}
+    repaired = {_parent(line, by_key) for line in members if line.forked_from}
     for line in members:
         if line.run_key in repaired:
             continue

@@ -33,6 +33,7 @@ from prefect_raybatch.ledger.last_attempt import (
     JUDGING,
     MEASURING,
     PUBLISHING,
+    LastAttempt,
     read_last_attempt,
 )
 from prefect_raybatch.ledger.layout import (
@@ -176,15 +177,31 @@ def test_a_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path
     assert set(found.removed) == {"key", "key.r1", "key.m1"} and set(found.kept) == {"next"}
 
 
+def repair_twice(run: SmallRun) -> None:
+    """Repair the complete run `key`, and then the repaired run; key.m1 and key.m2 are complete."""
+    for key in ("key", "key.m1"):
+        (run.root.parent / key / commit_path(0)).unlink()
+        repair_run(str(run.root.parent / key))
+        fork = Ledger(open_store(str(run.root.parent / fork_key(key))))
+        commit(fork, run.job, 0, input_rows(0, 5), FAILED)
+        end(run.job, fork.store.uri)
+
+
+def test_no_step_is_left_for_a_repaired_run_also_if_the_next_one_was_deleted(tmp_path):
+    run = first_run(tmp_path)
+    repair_twice(run)
+    LastAttempt("key", run.job.name, JUDGING, 1.0, "me@elsewhere", 1, outcome="failed").put(
+        run.store
+    )
+    shutil.rmtree(tmp_path / "key.m1")
+    first_run(tmp_path, key="next")
+    assert set(prune_runs(str(tmp_path), 1).removed) == {"key", "key.m2"}
+
+
 def test_a_repaired_run_keeps_the_first_run_also_if_the_one_between_was_deleted(tmp_path):
     run = first_run(tmp_path)
     retried(run.store.uri)
-    for key in ("key", "key.m1"):
-        (tmp_path / key / commit_path(0)).unlink()
-        repair_run(str(tmp_path / key))
-        fork = Ledger(open_store(str(tmp_path / fork_key(key))))
-        commit(fork, run.job, 0, input_rows(0, 5), FAILED)
-        end(run.job, fork.store.uri)
+    repair_twice(run)
     shutil.rmtree(tmp_path / "key.m1")
     assert set(prune_runs(str(tmp_path), 1).kept) == {"key", "key.r1", "key.m2"}
     first_run(tmp_path, key="next")
@@ -196,12 +213,7 @@ def test_a_repaired_run_keeps_the_first_run_also_if_the_one_between_was_deleted(
 def test_an_unreadable_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path, path):
     run = first_run(tmp_path)
     retried(run.store.uri)
-    for key in ("key", "key.m1"):
-        (tmp_path / key / commit_path(0)).unlink()
-        repair_run(str(tmp_path / key))
-        fork = Ledger(open_store(str(tmp_path / fork_key(key))))
-        commit(fork, run.job, 0, input_rows(0, 5), FAILED)
-        end(run.job, fork.store.uri)
+    repair_twice(run)
     first_run(tmp_path, key="next")
     for key in ("key.m2", "key.m1"):
         (tmp_path / key / path).write_text("{")
