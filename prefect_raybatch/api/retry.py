@@ -170,7 +170,7 @@ def _limits_failed_rows(parent: Member, overrides: Mapping[str, Any], job: Batch
         return True
     if job is None:
         return False
-    ours, runs = job.limits, planned_job(parent.plan).limits
+    ours, runs = job.effective_limits, planned_job(parent.plan).effective_limits
     return any(getattr(ours, name) != getattr(runs, name) for name in FAILED_LIMITS)
 
 
@@ -251,6 +251,8 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
         "format": "parquet",
         "rows_per_shard": edited_job.source.rows_per_shard,
     }
+    # The limits of a batch file follow from its format, which the quarantine does not have.
+    edited_job = edited_job.model_copy(update={"limits": edited_job.effective_limits})
     changed = edited_job.to_dict() | {"source": source}
     changed["output"] = {**changed["output"], "uri": root}
     when = planned_run_date(edited_job, planned_job(parent.plan), parent.key)

@@ -16,6 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from prefect_raybatch.api import finalize_run, infer_run, plan_run
+from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.batches.files import batch_fields, batch_key, write_output
 from prefect_raybatch.batches.requests import chat_request, embedding_request
 from prefect_raybatch.compile.resolved import resolve
@@ -200,6 +201,18 @@ def test_a_job_with_an_endpoint_answers_a_batch_file(without_ray: None, tmp_path
         assert body.usage is not None and body.usage.total_tokens == 18
     (error,) = lines_of(folder / "error.jsonl")
     assert error["custom_id"] == "id 2" and "top_k" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_failed_fraction": 1.0}, {"max_failed_rows": 5}])
+def test_all_rows_of_a_retry_of_a_batch_file_may_fail(
+    without_ray: None, tmp_path: Path, limits: dict[str, float]
+) -> None:
+    """The plan may hold the limit that the format implies; a retry's input is no batch file."""
+    lines = [json.dumps(request(f"id {i}")) for i in range(3)] + ["{"]
+    folder = run_of(job_of(tmp_path, lines, limits=limits), engine=FakeEngine)
+    retry = plan_retry(str(folder), None, None, job_of(tmp_path, lines))
+    assert isinstance(retry, Retry)
+    assert retry.job.effective_limits.allowed(1) == 1
 
 
 def refused_without(body: dict[str, Any], name: str) -> Any:
