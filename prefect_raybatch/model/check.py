@@ -98,7 +98,7 @@ def _check_room(request: ModelRequest, max_tokens: int, config: ModelConfig) -> 
         return
     context, said = request.context, "engine.max_model_len"
     if context is None:
-        context, said = own_context(config), "by the model's config.json"
+        context, said = own_context(config, request.vllm_arguments), "by the model's config.json"
     if context is None:
         return
     if max_tokens >= context:

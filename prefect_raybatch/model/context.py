@@ -9,7 +9,10 @@ made without vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
+
+from prefect_raybatch.spec.engine import EngineFields
 
 ModelConfig = Mapping[str, Any]
 """A model's config.json, or an object in it; its fields depend on the architecture."""
@@ -31,11 +34,24 @@ def text_part(config: ModelConfig) -> ModelConfig:
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
-def own_context(config: ModelConfig) -> int | None:
-    """Return the default context length in tokens; None if config.json has none.
+def with_overrides(config: ModelConfig, arguments: EngineFields) -> ModelConfig:
+    """Return config.json as vLLM sees it: with `hf_overrides` of the engine's `arguments`."""
+    changes = arguments.get("hf_overrides")
+    if not isinstance(changes, Mapping):
+        return config
+    text, new = config.get("text_config"), changes.get("text_config")
+    if isinstance(text, Mapping) and isinstance(new, Mapping):  # vLLM merges nested configs
+        changes = {**changes, "text_config": {**text, **new}}
+    return {**config, **changes}
 
-    It differs from `longest_context` only for LongRoPE: there it is the length before scaling.
+
+def own_context(config: ModelConfig, arguments: EngineFields = MappingProxyType({})) -> int | None:
+    """Return the context length (tokens) of an engine with these `arguments`, by config.json.
+
+    This is the default length, without `max_model_len`; None if config.json has none. It differs
+    from `longest_context` only for LongRoPE: there it is the length before scaling.
     """
+    config = with_overrides(config, arguments)
     text = text_part(config)
     longest = longest_context(config)
     if longest is not None and any(_kind(rope) in ("su", "longrope") for rope in _ropes(text)):

@@ -15,7 +15,7 @@ from prefect_raybatch.job.checks import missing_path
 from prefect_raybatch.job.secrets import url_identity
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
 from prefect_raybatch.model.context import ModelConfig, own_context
-from prefect_raybatch.spec.engine import ModelRequest
+from prefect_raybatch.spec.engine import EngineFields, ModelRequest
 from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
 
@@ -216,14 +216,15 @@ def context_length(path: str) -> int | None:
     return own_context(config) if isinstance(config, dict) else None
 
 
-def own_length(model: PinnedModel) -> int | None:
-    """Return the default context length of a pinned model, by its config.json.
+def own_length(model: PinnedModel, arguments: EngineFields) -> int | None:
+    """Return the context length of an engine with these `arguments`, by the model's config.json.
 
-    None if config.json has none or cannot be read. Does not download the weights. Raises
-    `HubUnavailable` if config.json is not in the local cache and Hugging Face does not answer.
+    This is the default length, without `max_model_len`. None if config.json has none or cannot be
+    read. Does not download the weights. Raises `HubUnavailable` if config.json is not in the local
+    cache and Hugging Face does not answer.
     """
     try:
-        return own_context(read_config(model)[0])
+        return own_context(read_config(model)[0], arguments)
     except ConfigError as error:
         log.info("The context length of %s is unknown: %s", model["source"], error)
         return None

@@ -10,7 +10,7 @@ from typing import Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.vllm import fields as vllm_fields
-from prefect_raybatch.model.context import ModelConfig
+from prefect_raybatch.model.context import ModelConfig, with_overrides
 from prefect_raybatch.spec.engine import ModelRequest
 
 # Endings of class names by which vLLM recognizes models that pool (`_SUFFIX_TO_DEFAULTS`).
@@ -25,8 +25,7 @@ PoolingTask = Literal["embed", "classify"]
 
 def overridden(request: ModelRequest, config: ModelConfig) -> ModelConfig:
     """Return config.json as vLLM sees it, with engine.hf_overrides."""
-    extra = request.vllm_arguments.get("hf_overrides")
-    return {**config, **(extra if isinstance(extra, Mapping) else {})}
+    return with_overrides(config, request.vllm_arguments)
 
 
 def architectures(config: ModelConfig) -> list[str]:

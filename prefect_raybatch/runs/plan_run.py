@@ -51,6 +51,7 @@ from prefect_raybatch.sizing.sizes import assumed, check_step
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.run import RunSpec
+from prefect_raybatch.spec.sizes import SizeSpec
 from prefect_raybatch.stages.label_probabilities import check_labels
 from prefect_raybatch.storage import Store, is_remote, join, open_store
 from prefect_raybatch.words import counted
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
     from prefect_raybatch.source import Inventory
 
 log = logging.getLogger(__name__)
+# Engine arguments with which vLLM's context may be shorter than config.json says. For a pooling
+# task, it may be shortened by the tokenizer's or sentence-transformers' length.
+SHORTENS = frozenset({"hf_overrides", "hf_config_path", "disable_sliding_window"})
 
 
 def adopt_plan(plan: Plan, resolved: Resolved, ledger: Ledger, accept: Sequence[str]) -> Run:
@@ -88,7 +92,8 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
         log.warning("%s", difference)
     if not of_model(accepted):
         return replace(run, accepted=accepted)
-    return replace(run, accepted=accepted, model=_checked(resolved.pinned()).with_adapters())
+    model = _checked(resolved.pinned()).with_adapters()
+    return replace(run, accepted=accepted, model=model)
 
 
 def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
@@ -222,7 +227,14 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
         chat_template.check_template(spec.prompt, spec.engine.model, model)
         check_labels(spec.sampling.labels, spec.engine.model, model)
         if spec.sizes.takes_whole_prompts and not spec.engine.model.context_auto:
-            check_step(spec.sizes, spec.sizes.context or models.own_length(model))
+            check_step(spec.sizes, spec.sizes.context or _certain_length(spec.sizes, model))
+
+
+def _certain_length(spec: SizeSpec, model: PinnedModel) -> int | None:
+    """Return the model's default context length; None if vLLM may choose a shorter one."""
+    if spec.pools or not SHORTENS.isdisjoint(spec.vllm_arguments):
+        return None
+    return models.own_length(model, spec.vllm_arguments)
 
 
 def check_judge_model(resolved: Resolved, pinned: bool = True, files: bool = True) -> None:

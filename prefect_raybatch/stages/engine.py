@@ -179,7 +179,8 @@ def engine_launch(
         given = {TOKENS_A_STEP: spec.sizes.max_num_batched_tokens, **request.vllm_arguments}
         rows_may = spec.prompt.function is not None
         arguments = with_whole_prompts(
-            arguments, given, sampling, rows_may, lambda: size.length or models.own_length(model)
+            *(arguments, given, sampling, rows_may),
+            lambda: size.length or models.own_length(model, request.vllm_arguments),
         )
     if size.pool.gpus_a_replica > 1:
         # If the run is in a Ray placement group, vLLM would take the group for the engine's own and

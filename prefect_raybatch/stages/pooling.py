@@ -70,7 +70,7 @@ class Pooling:
         longest = 0
         is_whole = encodes or spec.sizes.takes_whole_prompts
         if is_whole and not spec.sizes.max_num_batched_tokens:
-            longest = model.context or own_context(config) or 0
+            longest = model.context or own_context(config, model.vllm_arguments) or 0
         return cls(
             task=model.task,
             texts=texts,

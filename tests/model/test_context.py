@@ -13,7 +13,7 @@ from helpers.small import make_job
 from prefect_raybatch.compile.job import compile_job
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model.check import check
-from prefect_raybatch.model.context import ORIGINAL, longest_context, own_context
+from prefect_raybatch.model.context import ORIGINAL, ModelConfig, longest_context, own_context
 from prefect_raybatch.model.memory import describe
 
 LLAMA = {
@@ -139,6 +139,23 @@ def test_a_context_that_no_engine_takes_is_refused_by_the_plan(
         look(max_model_len=8192)
     look(max_model_len=8192, hf_overrides={"text_config": {"max_position_embeddings": 8192}})
     look(max_model_len=8192, env={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "length"),
+    [
+        (LLAMA, {"max_position_embeddings": 64}, 64),
+        (LLAMA, {"architectures": ["Other"]}, own_context(LLAMA)),
+        (VISION, {"text_config": {"max_position_embeddings": 64}}, 64),
+        (VISION, {"text_config": {"vocab_size": 9}}, own_context(VISION)),
+    ],
+)
+def test_an_overridden_context_length_counts(
+    config: ModelConfig, overrides: dict[str, Any], length: int
+) -> None:
+    arguments = {"hf_overrides": overrides}
+    assert own_context(config, arguments) == length
+    assert describe({**LLAMA, **config}, arguments).context == length
 
 
 @pytest.mark.parametrize("nested", [None, {}, [], "llama", 7])

@@ -37,3 +37,26 @@ def test_a_step_too_small_for_a_whole_prompt(
         with pytest.raises(ConfigError, match=rf"^engine\.max_num_batched_tokens {fault}"):
             plan(job)
     assert not list((tmp_path / "out").rglob("plan.json"))
+
+
+STEP = {"model": "demo", "enable_chunked_prefill": False, "max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"hf_overrides": {"max_position_embeddings": 64}},
+        {"disable_sliding_window": True},
+        {"task": "embed"},  # the tokenizer or sentence-transformers may shorten it
+    ],
+)
+def test_a_step_is_not_refused_if_vllm_may_choose_a_shorter_context(
+    tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("Company\n" + "Acme\n" * 60)
+    output = {"uri": str(tmp_path / "out")}
+    sampling = {} if "task" in engine else {"max_tokens": 8}
+    engine = {**STEP, **engine}
+    job = make_job(source={"uri": str(path)}, engine=engine, sampling=sampling, output=output)
+    assert plan_run(job, "night").rows == 60

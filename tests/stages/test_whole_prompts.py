@@ -79,10 +79,17 @@ def test_a_job_without_a_length_has_the_models():
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_a_step_has_room_for_the_longest_prompt_if_the_job_wants_prompts_whole(monkeypatch, device):
-    monkeypatch.setattr(models, "own_length", lambda model: 20_000)
+    monkeypatch.setattr(models, "own_length", lambda model, arguments: 20_000)
     engine = {"model": "demo", "device": device, "enable_chunked_prefill": False}
     found = spec_of(engine=engine).arguments
     assert (found["enable_chunked_prefill"], found["max_num_batched_tokens"]) == (False, 20_000)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_step_follows_a_context_length_that_the_job_overrides(device):
+    overrides = {"hf_overrides": {"max_position_embeddings": 20_000}}
+    engine = {"model": "demo", "device": device, "enable_chunked_prefill": False, **overrides}
+    assert spec_of(engine=engine).arguments["max_num_batched_tokens"] == 20_000
 
 
 @needs_vllm
