@@ -92,7 +92,7 @@ def _with_accepted(run: Run, accepted: tuple[Accepted, ...], resolved: Resolved)
         log.warning("%s", difference)
     if not of_model(accepted):
         return replace(run, accepted=accepted)
-    model = _checked(resolved.pinned()).with_adapters()
+    model = with_checked_models(resolved.pinned()).with_adapters()
     return replace(run, accepted=accepted, model=model)
 
 
@@ -115,7 +115,7 @@ def precheck_resolved(resolved: Resolved, store: Store, accept: Sequence[str] = 
     if plan is not None:
         check_same_job(plan, resolved, store.uri, accept)
         return resolved
-    resolved = _checked(resolved)
+    resolved = with_checked_models(resolved)
     check_judge_model(resolved, pinned=False)
     read = read_spec(job.source)
     if source.needs_snapshot(read):
@@ -198,7 +198,7 @@ def check_same_job(
     return check_acceptable(plan, own.identity, where, accept, user_at_host())
 
 
-def _checked(resolved: Resolved) -> Resolved:
+def with_checked_models(resolved: Resolved) -> Resolved:
     """Check that the files of each model fit the job; return the job, marked as checked.
 
     Raises `ConfigError` if they do not fit. The models are the job's own and, in a cascade, the
@@ -208,7 +208,7 @@ def _checked(resolved: Resolved) -> Resolved:
     is_pinned = resolved.pinned_model is not None
     if is_pinned and not resolved.checked:
         check_pinned_model(compile_job(resolved.job), resolved.model)
-    first = None if resolved.first is None else _checked(resolved.first)
+    first = None if resolved.first is None else with_checked_models(resolved.first)
     return replace(resolved, checked=is_pinned, first=first)
 
 
@@ -290,7 +290,7 @@ def begin_run(
     check_schema_names(job.output.output_schema)
     check_judge_model(resolved)
     check_later_servers(resolved)
-    plan = _write_plan(_checked(resolved.pinned()), run_key, ledger, dataset)
+    plan = _write_plan(with_checked_models(resolved.pinned()), run_key, ledger, dataset)
     return run_of(ledger.store, plan, ledger, probed=True)
 
 

@@ -33,8 +33,9 @@ from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.result.rows import failed_numbers, quarantine_of
-from prefect_raybatch.runs.plan_run import RunInput, new_plan
+from prefect_raybatch.runs.plan_run import RunInput, new_plan, with_checked_models
 from prefect_raybatch.runs.retry_share import share_of_retry
+from prefect_raybatch.sizing.sizes import check_step
 from prefect_raybatch.storage import Store
 
 # Job fields that say where keys and rows are sent. They come from the caller, not from a plan,
@@ -172,6 +173,7 @@ def new_child(
     """
     from prefect_raybatch import source
 
+    resolved = with_checked_models(_with_parents_model(resolved, parent.plan))
     children = family.takers(parent.key)
     ledger = Ledger(family.root.sub(family.next_key))
     ledger.store.probe()
@@ -182,7 +184,6 @@ def new_child(
     if not len(numbers):
         return require_all_retried(family, parent, rows.takers())
     taken = RunInput(found, ledger.store, attempt, copied=True)
-    resolved = _with_parents_model(resolved, parent.plan)
     spec = compile_job(resolved.job, found.schema.names)
     context = None
     if spec.engine.model.context_auto:  # failed rows are often the long ones
@@ -190,6 +191,7 @@ def new_child(
         before = (parent.plan.context or {}).get("max_model_len", 0)
         if spec.reuse.keeps and before > lengths.max_model_len:  # so that its answers are reused
             lengths = replace(lengths, max_model_len=before)
+        check_step(spec.sizes, lengths.max_model_len)
         context, spec = lengths.context(), spec.decide(context=lengths.max_model_len)
     share = share_of_retry(family, spec.cascade, numbers)
     # Failures are not stored, so there are no answers that these rows could reuse.

@@ -59,6 +59,8 @@ def with_whole_prompts(
         if not certain:
             return made
         if given.get(TOKENS_A_STEP):
+            if given.get(IN_PARTS) in (False, 0):  # vLLM checks the step itself
+                return made
             raise ConfigError(
                 f"engine.{TOKENS_A_STEP} {given[TOKENS_A_STEP]} is less than the longest prompt "
                 f"({context} tokens): {why}. Set it to {context}, or remove it or sampling.seed"

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.retries import first_run
 from helpers.small import make_job
 
 from prefect_raybatch.api import dry_run, plan_run
+from prefect_raybatch.api.retry import plan_retry
 from prefect_raybatch.errors import ConfigError
 
 
@@ -60,3 +62,14 @@ def test_a_step_is_not_refused_if_vllm_may_choose_a_shorter_context(
     engine = {**STEP, **engine}
     job = make_job(source={"uri": str(path)}, engine=engine, sampling=sampling, output=output)
     assert plan_run(job, "night").rows == 60
+
+
+@pytest.mark.parametrize("length", [None, "auto"])
+def test_a_retry_with_a_step_too_small_for_a_whole_prompt_is_refused(
+    tmp_path: Path, length: str | None
+) -> None:
+    run = first_run(tmp_path)
+    changes = {"engine.enable_chunked_prefill": False, "engine.max_num_batched_tokens": 10}
+    with pytest.raises(ConfigError, match=r"^engine\.max_num_batched_tokens \(10\) must be"):
+        plan_retry(run.store.uri, None, {**changes, "engine.max_model_len": length})
+    assert not list((tmp_path / "key.r1").rglob("plan.json"))

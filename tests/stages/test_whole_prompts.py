@@ -57,6 +57,13 @@ def test_what_the_job_gives_is_kept_or_refused():
         arguments(SEEDED, context=8192, max_num_batched_tokens=4096)
 
 
+@pytest.mark.parametrize("sampling", [{}, SEEDED])
+def test_a_step_that_the_job_sets_is_left_to_vllm_if_prompts_are_whole_anyway(sampling):
+    """On a GPU, an error about seeds on a CPU would be wrong; vLLM names the two arguments."""
+    given = {"max_num_batched_tokens": 2048, "enable_chunked_prefill": False}
+    assert arguments(sampling, context=8192, **given) == {"max_num_batched_tokens": 4096}
+
+
 def spec_of(**groups: Any) -> EngineLaunch:
     job = make_job(**groups)
     pinned = models.pin(model_request(job.engine))
