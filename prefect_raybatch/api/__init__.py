@@ -48,6 +48,7 @@ from prefect_raybatch.job.secrets import is_masked
 from prefect_raybatch.job.trust import check_reach, check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.family import Member, without_link
+from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.ledger.last_attempt import JUDGING, MEASURING, PUBLISHING
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -508,7 +509,7 @@ def publish_run(
 
 def _with_dated_targets(job: BatchJob, plan: Plan, run_date: date | None) -> BatchJob:
     """Return the job with {run_date} in its targets filled in, by default with the run's date."""
-    when = run_date or planned_run_date(job, planned_job(plan), plan.run_key)
+    when = run_date or planned_run_date(job, planned_job(plan), original_key(plan))
     return render_targets(job, plan.run_key, when)
 
 

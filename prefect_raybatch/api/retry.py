@@ -16,6 +16,7 @@ from prefect_raybatch.job.limits import FAILED_LIMITS
 from prefect_raybatch.job.secrets import hide_path
 from prefect_raybatch.job.trusted_places import check_store_options
 from prefect_raybatch.ledger.family import Family, Member, locate_run
+from prefect_raybatch.ledger.forks import original_key
 from prefect_raybatch.ledger.layout import QUARANTINE_FOLDER
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -255,5 +256,5 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
     edited_job = edited_job.model_copy(update={"limits": edited_job.effective_limits})
     changed = edited_job.to_dict() | {"source": source}
     changed["output"] = {**changed["output"], "uri": root}
-    when = planned_run_date(edited_job, planned_job(parent.plan), parent.key)
+    when = planned_run_date(edited_job, planned_job(parent.plan), original_key(parent.plan))
     return render_targets(BatchJob.from_dict(changed, where), parent.key, when)

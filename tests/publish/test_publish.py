@@ -12,15 +12,20 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
-from helpers.retries import FAILED, first_run, retried
-from helpers.small import read_json
+from helpers.retries import FAILED, commit, end, first_run, retried
+from helpers.small import input_rows, read_json
 from helpers.targets import TARGETS
 
 from prefect_raybatch.api import other_targets, publish_run
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, PublishFailed
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.placeholders import render_text
+from prefect_raybatch.ledger.layout import commit_path
+from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.status import report_of
+from prefect_raybatch.storage import open_store
 
 ANSWERED = [n for n in range(20) if n not in FAILED]
 FORMATS = sorted(TARGETS)
@@ -276,6 +281,23 @@ def test_targets_have_the_date_that_the_run_used_also_if_its_key_has_another(tmp
     assert done.place == used["uri"].replace("{run_key}", key)
     child = retried(parent.store.uri, job=job)
     assert read_json(Path(child) / "_raybatch/plan.json")["job"]["output"]["publish"] == [used]
+
+
+def test_the_date_of_a_repaired_run_is_found_beside_the_key_of_the_first_run(tmp_path):
+    run = first_run(tmp_path / "out/key/2026-07-01")
+    (run.root / commit_path(0)).unlink()
+    repair_run(run.store.uri)
+    fork = open_store(f"{run.store.uri}.m1")
+    commit(Ledger(fork), run.job, 0, input_rows(0, 5), FAILED)
+    end(run.job, fork.uri)
+    target = {"format": "jsonl", "uri": f"{tmp_path}/lake/{{run_date}}"}
+    output = {"uri": f"{tmp_path}/out/{{run_key}}/{{run_date}}", "publish": [target]}
+    job = edited(run.job, {"output": output}, "job")
+    (done,) = publish_run(job, fork.uri).published
+    assert done.place == f"{tmp_path}/lake/2026-07-01"
+    child = retried(fork.uri, job=job)
+    (planned,) = read_json(Path(child) / "_raybatch/plan.json")["job"]["output"]["publish"]
+    assert planned["uri"] == f"{tmp_path}/lake/2026-07-01"
 
 
 def test_one_target_that_fails_takes_nothing_from_the_others(run, tmp_path):
