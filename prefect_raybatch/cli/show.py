@@ -610,7 +610,7 @@ def show_repaired(repaired: Repaired) -> None:
     out.print(
         f"{repaired.run_key} holds {repaired.taken:,} of {counted(repaired.shards, 'shard')}; "
         f"{counted(lost, 'shard')} of {repaired.run} {are(lost)} lost. Run the job to infer them "
-        f"again and to write the result:\n  raybatch run JOB --run-key {repaired.run_key}",
+        f"again and to write the result:\n  raybatch run JOB --run-key {repaired.continue_as}",
         markup=False,
     )
     for target in repaired.published:

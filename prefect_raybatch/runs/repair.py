@@ -23,7 +23,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.ledger.accepted import accepted_note, all_accepted
 from prefect_raybatch.ledger.family import Member, check_named, load_family, locate_run
-from prefect_raybatch.ledger.forks import fork_key, forked, supersede
+from prefect_raybatch.ledger.forks import follow_forks, fork_key, forked, original_key, supersede
 from prefect_raybatch.ledger.increments import (
     Increment,
     begin_requests_phase,
@@ -67,7 +67,8 @@ class Repaired:
     needed. Of the run's `shards`, `taken` were intact and are in the fork; `lost` are the numbers
     of the damaged ones. `faults` says what is damaged (up to MAX_FAULTS_LISTED). `published` names
     the targets that have rows of the damaged run, `retries` its retries. `restored` says which
-    records were restored in the damaged run.
+    records were restored in the damaged run. `raybatch run` continues the fork under the run key
+    `continue_as`, which is also that of {run_key} in the job.
     """
 
     run: str
@@ -79,6 +80,7 @@ class Repaired:
     published: tuple[str, ...] = ()  # targets that have rows of the old run
     restored: tuple[str, ...] = ()
     retries: tuple[str, ...] = ()  # run keys of retries of the old run
+    continue_as: str | None = None
 
     def to_dict(self) -> JsonObject:
         return asdict(self)
@@ -132,6 +134,7 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
         *(old.store.uri, fork, plan.shards, taken, lost, tuple(faults)),
         published=_published_targets(old.store),
         retries=tuple(load_family(root, key).members)[1:],
+        continue_as=_continue_as(root, plan, fork),
     )
 
 
@@ -161,6 +164,19 @@ def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str
     taken = _commit_intact_shards(member, ours, fork)
     supersede(old, fork.run_key)
     return fork.run_key, taken
+
+
+def _continue_as(root: Store, plan: Plan, fork: str) -> str:
+    """Return the key of the first run if it leads to `fork`, the repair of `plan`; else `fork`.
+
+    It does not if one of the runs between them was deleted.
+    """
+    first = Ledger(root.sub(original_key(plan)))
+    with suppress(CorruptRun):
+        first_plan = first.load_plan()
+        if first_plan is not None and follow_forks(first, first_plan)[1].run_key == fork:
+            return first_plan.run_key
+    return fork
 
 
 def _check_alone(plan: Plan, where: str) -> None:

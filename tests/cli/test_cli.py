@@ -48,7 +48,7 @@ from prefect_raybatch.errors import (
 from prefect_raybatch.flow import flows
 from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.job.batch_job import BatchJob
-from prefect_raybatch.job.edits import render_placeholders
+from prefect_raybatch.job.edits import edited, render_placeholders
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.result.verify import verify
@@ -189,6 +189,35 @@ def test_a_run_key_whose_finished_run_was_repaired_continues_the_repaired_run(
         code, out, err = call(*command, "--run-key", "k")
         assert code == 0 and "k.m1" in out, err
     assert verify(open_store(f"{tmp_path}/out/k.m1")).ok
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_command_that_repair_prints_fills_in_the_key_of_the_first_run(
+    without_ray: None,
+    tmp_path: Path,
+    call: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    finished: bool,
+) -> None:
+    """A {run_key} in output.uri is the key of the first run, also for its repaired runs."""
+    monkeypatch.setattr(submission, "infer_run", partial(infer_run, engine=FakeEngine))
+    folder = tmp_path / "out/k"
+    command = ("run", write_job(tmp_path), "--no-prefect", "--set")
+    command = (*command, f"output.uri={tmp_path}/out/{{run_key}}")
+    if finished:
+        assert call(*command, "--run-key", "k")[0] == 0
+    else:
+        job = edited(BatchJob.from_yaml(write_job(tmp_path)), {"output.uri": str(folder)}, "job")
+        infer_run(job, plan_run(job, "k"), engine=FakeEngine)
+    for key, part in (("k", "data" if finished else "_raybatch/pieces"), ("k.m1", "data")):
+        next((folder / key / part).iterdir()).unlink()
+        code, out, err = call("repair", str(folder / key))
+        assert code == 0, err
+        assert "raybatch run JOB --run-key k\n" in out
+        code, out, err = call(*command, "--run-key", "k")
+        assert code == 0, err
+    assert [path.name for path in folder.parent.iterdir()] == ["k"]
+    assert verify(open_store(str(folder / "k.m2"))).ok
 
 
 def test_without_a_key_a_run_that_was_repaired_is_no_longer_unfinished(without_ray, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -465,8 +466,11 @@ def test_a_flow_that_runs_the_old_key_goes_on_with_the_fork(tmp_path):
     # The fork of the fork, too.
     fork = Ledger(open_store(found.uri))
     flip(fork.store, next(info.path for info in fork.store.list("_raybatch/pieces")))
-    assert repair_run(found.uri).run_key == "key.m2"
+    repaired = repair_run(found.uri)
+    assert (repaired.run_key, repaired.continue_as) == ("key.m2", "key")
     assert plan_run(job, "key").run_key == "key.m2"
+    shutil.rmtree(made.uri)
+    assert repair_run(found.uri).continue_as == "key.m2", "under `key`, a new run would begin"
 
 
 def test_the_command_says_what_is_lost_and_how_to_go_on(tmp_path, capsys):
@@ -480,7 +484,7 @@ def test_the_command_says_what_is_lost_and_how_to_go_on(tmp_path, capsys):
     said = " ".join(out.split())
     assert code == 0 and "fault" in said and "_quarantine/part-00000.parquet" in said
     assert "key.m1 holds 2 of 4 shards; 2 shards" in said
-    assert "raybatch run JOB --run-key key.m1" in said and "lake has rows of" in said
+    assert "raybatch run JOB --run-key key " in said and "lake has rows of" in said
     code, out, _ = called(capsys, "status", root)
     assert code == 0 and f"{root}.m1 (repaired)" in " ".join(out.split())
     assert json.loads(called(capsys, "status", f"{root}.m1", "--json")[1])["superseded_by"] is None
