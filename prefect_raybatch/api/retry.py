@@ -252,9 +252,10 @@ def _job(parent: Member, root: str, overrides: Mapping[str, Any], job: BatchJob 
         "format": "parquet",
         "rows_per_shard": edited_job.source.rows_per_shard,
     }
-    # The limits of a batch file follow from its format, which the quarantine does not have.
-    edited_job = edited_job.model_copy(update={"limits": edited_job.effective_limits})
     changed = edited_job.to_dict() | {"source": source}
+    # The limits of a batch file follow from its format, which the quarantine does not have.
+    failed = edited_job.effective_limits.model_dump(include=set(FAILED_LIMITS), exclude_none=True)
+    changed["limits"] = {**changed.get("limits", {}), **failed}
     changed["output"] = {**changed["output"], "uri": root}
     when = planned_run_date(edited_job, planned_job(parent.plan), original_key(parent.plan))
     return render_targets(BatchJob.from_dict(changed, where), parent.key, when)

@@ -177,9 +177,8 @@ def engine_launch(
     is_whole = cpu or spec.sizes.takes_whole_prompts
     if is_whole and task is None and request.endpoint is None:
         given = {TOKENS_A_STEP: spec.sizes.max_num_batched_tokens, **request.vllm_arguments}
-        rows_may = spec.prompt.function is not None
         arguments = with_whole_prompts(
-            *(arguments, given, sampling, rows_may),
+            *(arguments, given, sampling, spec.prompt.function is not None),
             lambda: size.length or models.own_length(model, request.vllm_arguments),
         )
     if size.pool.gpus_a_replica > 1:
