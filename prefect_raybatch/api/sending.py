@@ -23,9 +23,9 @@ from prefect_raybatch.job.secrets import (
     SAFE_NAMES,
     hide_argument,
     hide_catalog,
+    hide_endpoint,
     hide_env,
     hide_options,
-    hide_users,
     masked,
 )
 from prefect_raybatch.remote.follower import Owner, Submission
@@ -123,7 +123,7 @@ def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) 
     The message names the field below `group` (`engine`, `output.escalate.to`) and says where to set
     it instead: `nodes`, such as "in the environment of the cluster's nodes".
     """
-    shown = {"url": hide_users(engine.endpoint.url)}
+    shown = {"url": hide_endpoint(engine.endpoint.url)}
     _refuse(f"{group}.endpoint", shown, "Use a server that takes its key from endpoint.key")
     if key := engine.endpoint.key:
         shown = hide_catalog({"key": key})

@@ -25,7 +25,13 @@ from prefect_raybatch.job.engine import Engine, precision_tries, without_tries
 from prefect_raybatch.job.images import DIGESTS_COLUMN
 from prefect_raybatch.job.output import LOGPROBS, PROBABILITIES, Output
 from prefect_raybatch.job.own_code.shipping import shipped
-from prefect_raybatch.job.secrets import catalog_place, hide_argument, is_masked, recorded
+from prefect_raybatch.job.secrets import (
+    catalog_place,
+    hide_argument,
+    is_masked,
+    recorded,
+    recorded_endpoint,
+)
 from prefect_raybatch.job.source import Source
 from prefect_raybatch.job.tasks import pools
 from prefect_raybatch.ledger.plan_tables import decode_schema
@@ -510,7 +516,7 @@ def _without_key(value: dict[str, Any]) -> None:
     endpoint = value.get("endpoint", {})
     endpoint.pop("key", None)
     if endpoint.get("url"):
-        endpoint["url"] = recorded(endpoint["url"])
+        endpoint["url"] = recorded_endpoint(endpoint["url"])
 
 
 def _pooling_fields(job: BatchJob) -> dict[str, Any]:

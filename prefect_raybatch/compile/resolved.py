@@ -28,6 +28,7 @@ from prefect_raybatch.job.own_code.loading import shown_name
 from prefect_raybatch.job.secrets import (
     catalog_place,
     counted_catalog,
+    endpoint_identity,
     hide_argument,
     recorded,
     unsigned,
@@ -300,7 +301,7 @@ def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
         uris = parts["source.uri"]
         shown["source.uri"] = [recorded(uri) if is_web(uri) else uri for uri in uris]
     if url := parts.get("engine.endpoint.url"):
-        shown["engine.endpoint.url"] = recorded(url)
+        shown["engine.endpoint.url"] = endpoint_identity(url)
     if parts.get("source.catalog"):
         shown["source.catalog"] = catalog_place(parts["source.catalog"])
     return shown

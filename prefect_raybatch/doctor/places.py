@@ -16,7 +16,7 @@ from prefect_raybatch.job.engine import Engine
 from prefect_raybatch.job.escalate import larger_fields
 from prefect_raybatch.job.functions import load_function
 from prefect_raybatch.job.judge import judge_fields
-from prefect_raybatch.job.secrets import recorded
+from prefect_raybatch.job.secrets import recorded_endpoint
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.model.check import INDEX
@@ -172,7 +172,7 @@ def _hosted_model(hosted: EndpointSpec, named: Callable[[str], str]) -> CheckRes
         check_hosted_model(hosted)
     except RayBatchError as error:
         return failed("model", f"{hosted.model}: {named(str(error))}", HOSTED_REMEDY)
-    return passed("model", f"{hosted.model} is at {recorded(hosted.url)}")
+    return passed("model", f"{hosted.model} is at {recorded_endpoint(hosted.url)}")
 
 
 def _stored_model(request: ModelRequest) -> CheckResult:

@@ -28,7 +28,7 @@ from prefect_raybatch.job.placeholders import (
     tells_date,
     today,
 )
-from prefect_raybatch.job.secrets import hide_users
+from prefect_raybatch.job.secrets import hide_endpoint
 
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
@@ -170,9 +170,10 @@ def _endpoint_of_block(
     own = {name: value for name, value in endpoint if name in endpoint.model_fields_set}
     own = {name: value for name, value in own.items() if value is not None}
     if own.get("url", fields["url"]) != fields["url"]:
+        url = hide_endpoint(fields["url"])
         raise ConfigError(
-            f"{where}.url: the block {endpoint.block} is for {hide_users(fields['url'])} and its "
-            "key goes nowhere else; remove url, or remove block"
+            f"{where}.url: the block {endpoint.block} is for {url} and its key "
+            "goes nowhere else; remove url, or remove block"
         )
     return ModelEndpoint.model_validate({**fields, **own})
 

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from prefect_raybatch.job.checks import without_user
 from prefect_raybatch.job.faults import FieldPlace
 from prefect_raybatch.job.group import Group, field, field_check
-from prefect_raybatch.job.secrets import MASK, hide_users
+from prefect_raybatch.job.secrets import MASK, hide_endpoint
 from prefect_raybatch.job.variables import VARIABLE
 
 # Fields of `engine` and of `sampling` that have a meaning for a hosted model.
@@ -140,7 +140,7 @@ class ModelEndpoint(Group):
 
     def _shown(self, name: str, value: Any) -> Any:
         if name == "url":
-            return hide_users(value)
+            return hide_endpoint(value)
         return MASK if name == "key" and value and not VARIABLE.fullmatch(value) else value
 
 

@@ -95,10 +95,14 @@ FREE_ARGUMENTS = frozenset(
     )
 )
 # Well-known prefixes of tokens, and patterns of other tokens in a path.
-_TOKEN_BEGINS = re.compile(r"(gh[opsur]|github_pat|glpat|hf|sk|xox[a-z]|dapi)[-_]\w{8,}|eyJ\w{8,}")
+_TOKEN_BEGINS = re.compile(
+    r"(gh[opsur]|github_pat|glpat|sk|xox[a-z]|dapi)[-_]\w{8,}|hf_\w{8,}|dapi[0-9a-f]{32}"
+    r"|sk-(?=.*\d)[\w-]{16,}|eyJ\w{8,}"
+)
 _MIXED = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w~+=-]{16,}")
 _LOWER = re.compile(r"(?=(?:\D*\d+\D+){3})(?:[a-z\d]{20,}|[A-Z\d]{20,})")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a commit or a checksum, which name content
+_FORMS = (_MIXED, _LOWER)
 _NAMED_SEGMENT = re.compile(r"([^=:]+)[=:](.+)")
 _WEB_PATH = re.compile(r"(\bhttps?://[^/?#\s\"']+)(/[^?#\s\"']*)", re.IGNORECASE)
 _URL_PATH = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s\"']*)([/?#][^\s\"']+)")
@@ -226,20 +230,32 @@ def _without_users(value: object) -> Any:
     return hide_signature(USERINFO.sub(f"://{MASK}@", value)) if isinstance(value, str) else value
 
 
-def hide_tokens(text: str, mask: str = MASK) -> str:
-    """Return `text` with `mask` in place of path segments of http(s) URLs that look like tokens."""
+def hide_endpoint(value: object, mask: str = MASK) -> Any:
+    """Return a hosted model's URL with `mask` in place of tokens that are recognized without doubt.
+
+    Other path segments may name a model or an account, such as Qwen3-235B-A22B or 32 hexadecimal
+    digits. A value that is no text is unchanged.
+    """
+    return hide_tokens(_without_users(value), mask, ()) if isinstance(value, str) else value
+
+
+def hide_tokens(text: str, mask: str = MASK, forms: tuple[re.Pattern[str], ...] = _FORMS) -> str:
+    """Return `text` with `mask` in place of path segments of http(s) URLs that look like tokens.
+
+    `forms` are patterns of tokens that neither a prefix nor a name tells.
+    """
 
     def shown(match: re.Match[str]) -> str:
         before, segments = "", []
         for segment in match[2].split("/"):
-            segments.append(mask if _is_token(unquote(segment), before) else segment)
+            segments.append(mask if _is_token(unquote(segment), before, forms) else segment)
             before = segment
         return match[1] + "/".join(segments)
 
     return _WEB_PATH.sub(shown, text)
 
 
-def _is_token(segment: str, before: str) -> bool:
+def _is_token(segment: str, before: str, forms: tuple[re.Pattern[str], ...]) -> bool:
     """Return whether a path segment may be a credential, by its form or the segment `before` it.
 
     Commits, checksums, and names in RAYBATCH_SAFE_NAMES count as harmless.
@@ -254,7 +270,7 @@ def _is_token(segment: str, before: str) -> bool:
         return True
     if _TOKEN_BEGINS.match(segment):
         return True
-    return any(form.fullmatch(segment) for form in (_MIXED, _LOWER))
+    return any(form.fullmatch(segment) for form in forms)
 
 
 def recorded(url: str) -> str:
@@ -270,7 +286,20 @@ def url_identity(url: str) -> str:
 
     Two URLs that differ only in their signatures have the same identity.
     """
-    shown, counted = recorded(url), unsigned(url)
+    return _with_hash(recorded(url), unsigned(url))
+
+
+def recorded_endpoint(url: str) -> str:
+    """Return a hosted model's URL with `...` in place of tokens, for records and messages."""
+    return str(hide_endpoint(unsigned(url), ELLIPSIS))
+
+
+def endpoint_identity(url: str) -> str:
+    """Return `recorded_endpoint(url)`; if it hides a part, with # and a short hash."""
+    return _with_hash(recorded_endpoint(url), unsigned(url))
+
+
+def _with_hash(shown: str, counted: str) -> str:
     if shown == counted:
         return shown
     return f"{shown}#{hashlib.sha256(counted.encode()).hexdigest()[:SHORT_URL_HASH]}"

@@ -12,7 +12,7 @@ from prefect_raybatch import demo
 from prefect_raybatch.bounded import read_regular_file, within
 from prefect_raybatch.errors import ConfigError, HubUnavailable, RayBatchError
 from prefect_raybatch.job.checks import missing_path
-from prefect_raybatch.job.secrets import url_identity
+from prefect_raybatch.job.secrets import endpoint_identity
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
 from prefect_raybatch.model.context import ModelConfig, own_context
 from prefect_raybatch.spec.engine import EngineFields, ModelRequest
@@ -41,7 +41,7 @@ def pin(request: ModelRequest) -> dict[str, Any]:
     """
     source = request.name
     if (endpoint := request.endpoint) is not None:  # what a server runs cannot be pinned
-        name = f"{endpoint.model}@{url_identity(endpoint.url)}"
+        name = f"{endpoint.model}@{endpoint_identity(endpoint.url)}"
         return {"source": ENDPOINT, "revision": None, "identity": name}
     if source == DEMO:
         return {"source": DEMO, "revision": None, "identity": _folder(Path(demo.demo_model_path()))}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_raybatch.job.engine import TRY_FP8
-from prefect_raybatch.job.secrets import recorded
+from prefect_raybatch.job.secrets import recorded_endpoint
 from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import Model, gib
 from prefect_raybatch.sizing.agreement import CONFIDENCE, bonferroni_confidence, sample_size
@@ -89,7 +89,7 @@ def _engine_figures(
     pool, arguments = size.pool, size.arguments
     if (hosted := request.endpoint) is not None:
         return [
-            Figure("hosted model", hosted.model, f"at {recorded(hosted.url)}"),
+            Figure("hosted model", hosted.model, f"at {recorded_endpoint(hosted.url)}"),
             Figure("workers", _span(pool.replicas), pool.replicas_why),
             _in_flight(hosted, size),
             *_limits_and_prices(hosted, currency),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.endpoint import HEADER_TEXT
-from prefect_raybatch.job.secrets import hide_users
+from prefect_raybatch.job.secrets import hide_endpoint
 from prefect_raybatch.job.variables import fill_variables
 from prefect_raybatch.spec.options import HiddenOptions
 
@@ -40,7 +40,7 @@ class EndpointSpec:
     @property
     def shown_url(self) -> str:
         """Return `url` for messages, with parts masked that look like tokens."""
-        return str(hide_users(self.url))
+        return str(hide_endpoint(self.url))
 
     @property
     def limited(self) -> bool:

@@ -147,7 +147,7 @@ def test_what_signs_a_url_is_shown_and_kept_nowhere(tmp_path, monkeypatch):
         BatchJob.from_dict(job.model_dump(mode="json"))
 
 
-TOKEN_URL = "https://h/deploy/{}EFGH12345678x/v1"
+TOKEN_URL = "https://h/token/{}EFGH12345678x/v1"
 
 
 def hosted(token: str = "PLANTEDkey0001") -> BatchJob:
@@ -167,14 +167,15 @@ def hosted(token: str = "PLANTEDkey0001") -> BatchJob:
 def test_a_token_in_the_path_to_a_hosted_model_counts_and_is_kept_nowhere():
     job, other = hosted(), hosted("PLANTEDsecret0002")
     kept = public_job(job)
-    url = "https://h/deploy/.../v1"
+    url = "https://h/token/.../v1"
     assert kept["engine"]["endpoint"] == {"url": url, "model": "m"}
     assert kept["output"]["escalate"]["to"]["endpoint"]["url"] == url
     assert kept["quality"]["judge"]["endpoint"]["url"] == url
     assert public_job(BatchJob.from_dict(kept, "plan.json")) == kept
     one, two = fingerprint(job, MODEL), fingerprint(other, MODEL)
     assert one.fingerprint != two.fingerprint
-    assert one.parts["engine.endpoint.url"] == two.parts["engine.endpoint.url"] == url
+    shown_urls = [each.parts["engine.endpoint.url"] for each in (one, two)]
+    assert len(set(shown_urls)) == 2 and all(text.startswith(f"{url}#") for text in shown_urls)
     pinned, moved = (pin(model_request(a_job.engine))["identity"] for a_job in (job, other))
     assert pinned != moved and pinned.startswith(f"m@{url}#")
     shown = [job.model_dump_json(), repr(job), json.dumps([kept, one.parts, pinned])]
@@ -191,6 +192,42 @@ def test_a_url_that_may_hold_a_token_is_not_sent_to_a_cluster_unless_it_holds_no
     url = hosted().engine.endpoint.url
     assert sendable(hosted())["engine"]["endpoint"] == {"url": url, "model": "m", "key": "${KEY}"}
     assert environment(hosted(), "")["RAYBATCH_SAFE_NAMES"] == "PLANTED*"
+
+
+NAMES_IN_URLS = [
+    "deployments/Meta-Llama-3-8B-Instruct",
+    "Qwen3-235B-A22B-Instruct-2507/v1",
+    "accounts/0f1e2d3c4b5a69788796a5b4c3d2e1f0/ai/v1",
+    "hf-inference/v1",
+    "hf-internal-testing/v1",
+]
+
+
+@pytest.mark.parametrize("path", NAMES_IN_URLS)
+def test_a_hosted_url_that_names_its_model_or_account_is_shown_and_sent(path):
+    url = f"https://h/{path}"
+    job = make_job(engine={"endpoint": {"url": url, "model": "m", "key": "${KEY}"}})
+    assert sendable(job)["engine"]["endpoint"]["url"] == url
+    assert public_job(job)["engine"]["endpoint"]["url"] == url
+    assert fingerprint(job, MODEL).parts["engine.endpoint.url"] == url
+    assert BatchJob.from_dict(job.model_dump(mode="json")) == job
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("ghp_PLANTEDkey0001", "hf_PLANTEDkey", "sk-proj-PLANTEDkey-0001", "glpat-PLANTEDkey"),
+        *("eyJPLANTEDkey0001.e30.x", "dapi0f1e2d3c4b5a69788796a5b4c3d2e1f0"),
+        *("token=PLANTEDkey0001", "key=PLANTEDkey0001", "x;token=PLANTED", "token/PLANTEDkey0001"),
+    ],
+)
+def test_a_key_of_a_known_form_in_a_hosted_url_is_hidden_and_not_sent(path):
+    job = make_job(engine={"endpoint": {"url": f"https://h/{path}/v1", "model": "m"}})
+    key = path.rpartition("/")[2]
+    kept = json.dumps([public_job(job), fingerprint(job, MODEL).parts])
+    assert key not in job.model_dump_json() + repr(job) + kept
+    with pytest.raises(ConfigError, match=r"engine\.endpoint\.url may be a secret"):
+        sendable(job)
 
 
 def test_a_password_behind_the_question_mark_of_a_database_is_refused():
