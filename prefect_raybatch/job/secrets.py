@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote_plus, unquote, unquote_plus, urlsplit, urlunsplit
 
 from prefect_raybatch.job.variables import VARIABLE
 
@@ -62,7 +62,7 @@ USERINFO = re.compile(
 )
 # Parameters of a URL that sign it, or that a database's driver takes a password from.
 SIGNATURE = re.compile(
-    r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|awsaccesskeyid|googleaccessid"
+    r"x-(amz|goog|ms)-.*|sig(nature)?|expires|key-pair-id|policy|(aws|oss)accesskeyid|googleaccessid"
     r"|(.*[_-])?(token|key|secret|password)|api_?key|access_?key|code"
     r"|se|sp|sv|sr|st|spr|skoid|sktid|skt|ske|sks|skv",
     re.IGNORECASE,
@@ -80,13 +80,21 @@ _SIGNED_WITH = (
     (frozenset[str](), re.compile(r"x-(amz|goog)-.*|sig(nature)?", re.IGNORECASE)),
     (
         frozenset(("sig", "sv")),  # Azure
-        re.compile(r"s[eprtv]|spr|skoid|sktid|sk[testv]", re.IGNORECASE),
+        re.compile(r"s[eprtv]|spr|skoid|sktid|sk[testv]|x-ms-.*", re.IGNORECASE),
     ),
     (
-        frozenset(("signature",)),  # CloudFront, older ones of S3 and GCS
-        re.compile(r"expires|policy|key-pair-id|awsaccesskeyid|googleaccessid", re.IGNORECASE),
+        frozenset(("signature",)),  # CloudFront, Alibaba, older ones of S3 and GCS
+        re.compile(
+            r"expires|policy|key-pair-id|(aws|oss)accesskeyid|googleaccessid|security-token",
+            re.IGNORECASE,
+        ),
+    ),
+    (
+        frozenset(("token", "expires")),  # Bunny
+        re.compile(r"token|expires|token_path", re.IGNORECASE),
     ),
 )
+_SIGNING_TOKEN = re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]+|GHSAT\w+")  # Supabase, GitHub
 # Engine arguments that are mappings with arbitrary names: each text in them counts as secret.
 FREE_ARGUMENTS = frozenset(
     (
@@ -321,13 +329,15 @@ def _without_signature(url: str, hidden: Callable[[str], str]) -> str:
     """
     parts = urlsplit(url)
     query = [text.partition("=") for text in parts.query.split("&") if text]
-    names = {unquote(name).lower() for name, _, _ in query}
+    names = {unquote_plus(name).lower() for name, _, _ in query}
     signing = [pattern for needed, pattern in _SIGNED_WITH if needed <= names]
     kept = []
-    for name, equals, value in query:
-        plain = unquote(name)
-        if not any(pattern.fullmatch(plain) for pattern in signing):
-            kept.append(name + equals + (hidden(value) if _hides(plain, value) else value))
+    for name, _, value in query:
+        plain, text = unquote_plus(name), unquote_plus(value)
+        is_token = plain.lower() == "token" and _SIGNING_TOKEN.fullmatch(text)
+        if not is_token and not any(pattern.fullmatch(plain) for pattern in signing):
+            shown = hidden(value) if _hides(plain, value) else quote_plus(text)
+            kept.append(f"{quote_plus(plain)}={shown}")
     return urlunsplit((parts.scheme.lower(), parts.netloc, parts.path, "&".join(kept), ""))
 
 

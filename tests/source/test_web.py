@@ -235,6 +235,11 @@ AZURE = "sv=2022-11-02&sr=b&sp=r&st={0}&se={0}&skoid={0}&sktid={0}&skt={0}&ske={
         "AWSAccessKeyId={0}&Expires={0}&Signature={0}",
         "GoogleAccessId={0}&Expires={0}&Signature={0}",
     ],
+        "OSSAccessKeyId=STS.{0}&Expires={0}&Signature={0}&security-token={0}",
+        f"{AZURE}&x-ms-version={{0}}",
+        "token={0}&token_path=%2Fa&expires={0}",
+        "token=eyJhbGciOiJIUzI1NiJ9.eyJ1cmwiOi{0}.c2ln{0}",
+        "token=GHSAT0AAAAAAC{0}",
 )
 def test_a_renewed_signature_leaves_the_job_the_same(query: str):
     def told(version: int, signature: str) -> Identity:
@@ -247,6 +252,22 @@ def test_a_renewed_signature_leaves_the_job_the_same(query: str):
 
 
 @pytest.mark.parametrize(
+@pytest.mark.parametrize(
+    ("written", "canonical"),
+    [
+        ("dl", "dl="),
+        ("q=a/b%20c", "q=a%2Fb+c"),
+        ("f=attachment%3B%20a*%3DUTF-8''b.csv", "f=attachment%3B+a%2A%3DUTF-8%27%27b.csv"),
+    ],
+)
+def test_each_way_to_write_a_parameter_gives_the_same_job(written: str, canonical: str):
+    one, other = (
+        fingerprint(make_job(source={"uri": f"https://h/a.csv?{query}"}))
+        for query in (written, canonical)
+    )
+    assert one == other and one.parts["source.uri"] == [f"https://h/a.csv?{canonical}"]
+
+
     "name",
     [
         *("st", "sp", "sr", "se", "sv", "policy", "expires", "key-pair-id", "code", "key"),
