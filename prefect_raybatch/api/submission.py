@@ -21,7 +21,7 @@ from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.accepted import Accepted
 from prefect_raybatch.ledger.layout import job_path
-from prefect_raybatch.ledger.many_uris import bounded_parts
+from prefect_raybatch.ledger.many_uris import bounded_job, bounded_parts
 from prefect_raybatch.ledger.records import Plan, dump
 from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.remote.follower import Owner
@@ -83,8 +83,11 @@ def check_recorded_job(job: BatchJob, accepted: Iterable[Accepted], plan: Plan, 
         planned |= {name: part for name, part in fields.items() if name.startswith("source.")}
     fields = shown_parts(answer_fields(_with_planned_texts(job, plan)))
     recorded = json.loads(dump(bounded_parts(fields)))
-    for parts, engine in ((planned, kept.engine), (recorded, job.engine)):
+    for parts, one in ((planned, kept), (recorded, job)):
+        engine = one.engine
         parts["engine.adapters"] = {"": engine.adapter, **engine.adapters}
+        # Both jobs lack the hidden parts of URLs, and the plan's shows the first of many.
+        parts["source.uri"] = bounded_job({"source": {"uri": one.source.uris}})["source"]["uri"]
         # The file may have moved: the run reads the copy that its plan keeps.
         parts["engine.classifier"] = engine.classifier is not None
     names = {one.field for one in accepted}

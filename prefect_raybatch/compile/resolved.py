@@ -30,8 +30,8 @@ from prefect_raybatch.job.secrets import (
     counted_catalog,
     endpoint_identity,
     hide_argument,
-    recorded,
     unsigned,
+    url_identity,
 )
 from prefect_raybatch.job.trust import check_trust
 from prefect_raybatch.ledger.records import digest, dump
@@ -299,7 +299,7 @@ def shown_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
         shown[f"{CASCADE}to"] = shown_parts(larger)
     if "source.uri" in parts:
         uris = parts["source.uri"]
-        shown["source.uri"] = [recorded(uri) if is_web(uri) else uri for uri in uris]
+        shown["source.uri"] = [url_identity(uri) if is_web(uri) else uri for uri in uris]
     if url := parts.get("engine.endpoint.url"):
         shown["engine.endpoint.url"] = endpoint_identity(url)
     if parts.get("source.catalog"):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from prefect_raybatch.errors import PlanMismatch
-from prefect_raybatch.job.secrets import ELLIPSIS, masked
+from prefect_raybatch.job.secrets import masked
 from prefect_raybatch.ledger.many_uris import bounded_parts
 from prefect_raybatch.ledger.records import JsonObject, Plan
 from prefect_raybatch.spec.run import Identity
 
-URL_PARTS = (
-    "source.uri",
-    "engine.endpoint.url",
-)  # parts that count a URL of which they show a part
-LARGER_PART = "output.escalate.to"  # the parts of a cascade's larger model
+ENGINE_PARTS = ("engine", "output.escalate.to")  # parts with the arguments of the job's engines
 
 
 def difference(old: JsonObject, new: JsonObject) -> list[str]:
@@ -47,7 +43,7 @@ def check_same(
     """Raise `PlanMismatch`, listing the differences, unless `identity` is the job of `plan`.
 
     The job is the same if the fingerprints are equal. Differences in the fields `left_out`, which a
-    person accepted, are ignored; but if the job has hidden values, these may also have changed, so
+    person accepted, are ignored; but if the job has masked values, these may also have changed, so
     `PlanMismatch` is raised. `where` names the run in the message. `accepts`: the command has
     --accept, so the message may suggest it.
     """
@@ -59,7 +55,8 @@ def check_same(
         for key, (before, after) in differences.items()
         if key not in left_out
     ]
-    hidden = list(_hidden_fields(identity.parts))
+    parts = identity.parts
+    hidden = [field for name in ENGINE_PARTS for field in masked(parts.get(name, {}), name)]
     if differences and not lines and not hidden:
         return
     if not lines:  # only hidden values can differ
@@ -69,16 +66,6 @@ def check_same(
         + "\n  ".join(lines)
         + "\nUse another --run-key, or undo these changes."
     )
-
-
-def _hidden_fields(parts: JsonObject) -> Iterator[str]:
-    """Yield the names of the fields of which a fingerprint's parts do not show the whole value."""
-    yield from masked(parts.get("engine", {}), "engine")
-    for name in URL_PARTS:
-        if ELLIPSIS in str(parts.get(name)):
-            yield name
-    if larger := parts.get(LARGER_PART):
-        yield from (f"{LARGER_PART}.{name}" for name in _hidden_fields(larger))
 
 
 def _changed_code(key: str, plan: Plan, identity: Identity, accepts: bool) -> str:
