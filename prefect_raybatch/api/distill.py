@@ -28,6 +28,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.edits import job_of_fields, larger_of
 from prefect_raybatch.job.escalate import LARGER, check_second_engine
 from prefect_raybatch.job.prompt import Prompt
+from prefect_raybatch.job.secrets import ELLIPSIS
 from prefect_raybatch.job.trusted_places import check_run_place
 from prefect_raybatch.ledger.family import Member, locate_run
 from prefect_raybatch.ledger.records import Plan
@@ -192,9 +193,9 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
 def cascade_fields(prepared: Embedding, distilled: Distilled, file: str) -> dict[str, Any]:
     """Return the job fields of a cascade: the classifier in `file`, then the run's model.
 
-    Keys and other possible secrets are left out. Raises `ConfigError` if no job can use the
-    classifier: it can answer no text, it was trained on texts of another template than the run's,
-    or the run's model cannot be the larger model of a cascade.
+    Keys and other possible secrets are left out, and a URL that hides one. Raises `ConfigError` if
+    no job can use the classifier: it can answer no text, it was trained on texts of another
+    template than the run's, or the run's model cannot be the larger model of a cascade.
     """
     if distilled.found is None or not distilled.answered:
         raise ConfigError("the classifier could answer no text. Lower --agreement")
@@ -202,6 +203,9 @@ def cascade_fields(prepared: Embedding, distilled: Distilled, file: str) -> dict
     fields = _fields(prepared.member, prepared.asked, file, distilled.found.below)
     if "@" in identity:
         fields["engine"]["revision"] = identity.rpartition("@")[2]
+    endpoint = fields["output"]["escalate"]["to"].get("endpoint", {})
+    if ELLIPSIS in endpoint.get("url", ""):  # not the whole URL: the job must name it
+        del endpoint["url"]
     return fields
 
 

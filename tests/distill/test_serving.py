@@ -539,6 +539,18 @@ def test_the_fields_that_distill_shows_make_a_job_that_runs(tmp_path):
     assert sum(share.answered for share in report.cascade) == len(whole(nights, "n2", report))
 
 
+def test_fields_for_a_model_whose_url_hides_a_token_leave_out_the_url(tmp_path):
+    """The plan has `...` in its place, which would reach nothing or another model."""
+    nights = trained_in(tmp_path)
+    prepared, found = nights.distill()
+    job = dict(prepared.member.plan.job)
+    for url, kept in (("https://h/token/.../v1", {}), ("https://h/v1", {"url": "https://h/v1"})):
+        job["engine"] = {"endpoint": {"url": url, "model": "m"}}
+        member = replace(prepared.member, plan=replace(prepared.member.plan, job=job))
+        fields = cascade_fields(replace(prepared, member=member), found, str(nights.file))
+        assert fields["output"]["escalate"]["to"] == {"endpoint": {**kept, "model": "m"}}
+
+
 def test_no_fields_are_shown_for_other_texts_than_the_runs(tmp_path):
     nights = trained_in(tmp_path)
     made = nights.distill(**{"prompt.template": "query: {text}"})
