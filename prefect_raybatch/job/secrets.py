@@ -74,10 +74,15 @@ PASSWORD = re.compile(
     re.IGNORECASE,
 )
 SHORT_URL_HASH = 12  # hex digits
-# (names that a URL has, parameters that are then part of its signature); one of S3 and GCS says so
-# itself. Without these names, such a parameter may as well select the rows.
+# (names that a URL has, parameters that are then part of its signature); some say so themselves.
+# Without these names, such a parameter may as well select the rows.
 _SIGNED_WITH = (
-    (frozenset[str](), re.compile(r"x-(amz|goog)-.*|sig(nature)?", re.IGNORECASE)),
+    (
+        frozenset[str](),  # S3, GCS, OAuth, GitLab
+        re.compile(
+            r"x-(amz|goog)-.*|sig(nature)?|(access|auth|job|oauth|private)[-_]?token", re.IGNORECASE
+        ),
+    ),
     (
         frozenset(("sig", "sv")),  # Azure
         re.compile(r"s[eprtv]|spr|skoid|sktid|sk[testv]|x-ms-.*", re.IGNORECASE),
@@ -106,6 +111,7 @@ FREE_ARGUMENTS = frozenset(
 _TOKEN_BEGINS = re.compile(
     r"(gh[opsur]|github_pat|glpat|sk|xox[a-z]|dapi)[-_]\w{8,}|hf_\w{8,}|dapi[0-9a-f]{32}"
     r"|sk-(?=.*\d)[\w-]{16,}|eyJ\w{8,}"
+    r"|gsk_\w{16,}|AIza[\w-]{20,}|(nvapi|pplx|xai)-[\w-]{16,}"
 )
 _MIXED = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w~+=-]{16,}")
 _LOWER = re.compile(r"(?=(?:\D*\d+\D+){3})(?:[a-z\d]{20,}|[A-Z\d]{20,})")

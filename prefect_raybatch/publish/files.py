@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types as kinds
 
-from prefect_raybatch.errors import ConfigError
+from prefect_raybatch.errors import ConfigError, RayBatchError, is_transient
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
@@ -124,7 +124,8 @@ class FilesSink(Sink):
         """Raise `ConfigError` if runs other than that of `plan` were published in other partitions.
 
         A folder that has several layouts, as earlier versions of this package wrote them, takes
-        runs in any of them.
+        runs in any of them. Markers of other runs that cannot be read, for example because a store
+        has archived them, do not count.
         """
         layout: list[str] | None = None
         for info in store.list(recursive=False):
@@ -134,6 +135,10 @@ class FilesSink(Sink):
                 continue
             try:
                 path = next(iter(json.loads(store.read(info.path, MARK_BYTES))["files"]))
+            except RayBatchError as error:
+                if is_transient(error):
+                    raise
+                continue
             except (FileNotFoundError, ValueError, KeyError, TypeError, StopIteration):
                 continue
             layout = [unquote(folder.partition("=")[0]) for folder in path.split("/")[:-1]]

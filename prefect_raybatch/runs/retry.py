@@ -7,6 +7,7 @@ child is an ordinary run.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import uuid
 from collections import Counter
@@ -19,7 +20,7 @@ import pyarrow as pa
 
 from prefect_raybatch.compile.job import compile_job, planned_job
 from prefect_raybatch.compile.resolved import Resolved
-from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.errors import ConfigError, CorruptRun, HubUnavailable, PlanMismatch
 from prefect_raybatch.job.cluster import LOCAL
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.family import Family, Member, load_family
@@ -37,6 +38,8 @@ from prefect_raybatch.runs.plan_run import RunInput, new_plan, with_checked_mode
 from prefect_raybatch.runs.retry_share import share_of_retry
 from prefect_raybatch.sizing.sizes import check_step
 from prefect_raybatch.storage import Store
+
+log = logging.getLogger(__name__)
 
 # Job fields that say where keys and rows are sent. They come from the caller, not from a plan,
 # because others may write to the run directory. The key of an endpoint is never in a plan.
@@ -173,7 +176,7 @@ def new_child(
     """
     from prefect_raybatch import source
 
-    resolved = with_checked_models(_with_parents_model(resolved, parent.plan))
+    resolved = _checked(_with_parents_model(resolved, parent.plan))
     children = family.takers(parent.key)
     ledger = Ledger(family.root.sub(family.next_key))
     ledger.store.probe()
@@ -368,6 +371,15 @@ def _with_parents_model(resolved: Resolved, parent: Plan) -> Resolved:
     if resolved.pinned_model is None and same:
         return replace(resolved, pinned_model=parent.model)
     return resolved.pinned()
+
+
+def _checked(resolved: Resolved) -> Resolved:
+    """Check that the models fit the job, unless the Hugging Face Hub is away (logged)."""
+    try:
+        return with_checked_models(resolved)
+    except HubUnavailable as error:  # engines may have the model in their cache
+        log.warning("the model is not checked: %s", error)
+        return resolved
 
 
 def copy_output_types(parent: Member, output: Output, child: Ledger) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import ssl
@@ -66,6 +67,10 @@ def certificate_problem(error: BaseException) -> str:
     return ""
 
 
+# Numbers of errors that do not depend on the file's name, permissions or content.
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
+
+
 def ca_file_problem(*settings: tuple[str, object]) -> str:
     """Return the setting whose file of CA certificates cannot be loaded, and why; "" if none.
 
@@ -78,6 +83,8 @@ def ca_file_problem(*settings: tuple[str, object]) -> str:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except OSError as error:  # or SSLError, a subclass
+        if not isinstance(error, ssl.SSLError) and error.errno in _PASSING:
+            return ""
         return (
             f"{name}: {path!r} is no readable PEM file of CA certificates ({error.strerror}). "
             "Name one, or remove the setting"

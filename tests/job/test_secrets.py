@@ -218,6 +218,7 @@ def test_a_hosted_url_that_names_its_model_or_account_is_shown_and_sent(path):
     [
         *("ghp_PLANTEDkey0001", "hf_PLANTEDkey", "sk-proj-PLANTEDkey-0001", "glpat-PLANTEDkey"),
         *("eyJPLANTEDkey0001.e30.x", "dapi0f1e2d3c4b5a69788796a5b4c3d2e1f0"),
+        *("gsk_PLANTEDkey00010001", "AIzaPLANTEDkey0001-00010001", "nvapi-PLANTEDkey0001-01"),
         *("token=PLANTEDkey0001", "key=PLANTEDkey0001", "x;token=PLANTED", "token/PLANTEDkey0001"),
     ],
 )

@@ -431,6 +431,13 @@ def test_a_folder_with_two_layouts_takes_runs_in_either(tmp_path, format):
         quiet(table.schema, TARGETS[format][0](tmp_path, partition_by=["kind"]))
 
 
+def test_a_marker_of_another_run_that_cannot_be_read_keeps_no_run_away(tmp_path, monkeypatch):
+    table = pa.table({"_row": [0], "day": ["1"]})
+    put("parquet", tmp_path, table, partition_by=["day"])
+    monkeypatch.setattr("prefect_raybatch.publish.files.MARK_BYTES", 8)  # less than it has
+    assert "gets new files" in quiet(table.schema, TARGETS["parquet"][0](tmp_path))[0]
+
+
 def test_partitions_are_folders_and_the_files_leave_their_columns_out(tmp_path):
     table = pa.table({"_row": list(range(6)), "day": ["1/7", "2", None] * 2, "a": ["x"] * 6})
     for format in ("parquet", "jsonl", "delta"):

@@ -32,7 +32,7 @@ from prefect_raybatch.api.retry import (
     retry_request,
 )
 from prefect_raybatch.compile.resolved import Resolved
-from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.errors import ConfigError, CorruptRun, HubUnavailable, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.failures import FailureKey
 from prefect_raybatch.ledger.family import load_family, locate_run
@@ -302,6 +302,17 @@ def test_the_job_can_be_changed_by_field_or_whole(tmp_path):
     assert two.job.prompt.template == "Say what {Company} does."
     assert two.job.output.uri == str(tmp_path) and two.run.uri.endswith("key.r2")
     assert two.job.source.uri == f"{run.store.uri}/_quarantine"
+
+
+def test_a_hub_that_is_away_keeps_no_retry_from_its_plan(tmp_path, monkeypatch, caplog):
+    run = first_run(tmp_path)
+
+    def away(*_: object) -> None:
+        raise HubUnavailable("no answer")
+
+    monkeypatch.setattr("prefect_raybatch.runs.plan_run.check_pinned_model", away)
+    assert planned(run.store.uri).run.uri.endswith("key.r1")
+    assert "the model is not checked: no answer" in caplog.text
 
 
 def test_all_rows_of_a_retry_may_fail_unless_a_limit_is_set(tmp_path):

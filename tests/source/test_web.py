@@ -240,6 +240,7 @@ AZURE = "sv=2022-11-02&sr=b&sp=r&st={0}&se={0}&skoid={0}&sktid={0}&skt={0}&ske={
         "token={0}&token_path=%2Fa&expires={0}",
         "token=eyJhbGciOiJIUzI1NiJ9.eyJ1cmwiOi{0}.c2ln{0}",
         "token=GHSAT0AAAAAAC{0}",
+        *("access_token=ya29.{0}", "private_token={0}", "job_token={0}", "oauth_token={0}"),
     ],
 )
 def test_a_renewed_signature_leaves_the_job_the_same(query: str):

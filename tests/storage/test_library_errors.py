@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import ssl
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,14 @@ LIST = "Generic S3 error: Error performing list request: Error performing GET ht
 )
 def test_a_number_is_a_status_where_it_is_said_as_one(said: str, failure: str | None) -> None:
     assert failure_in(ValueError(said)) == failure
+
+
+def test_a_ca_file_is_not_blamed_for_want_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", refused)
+    assert ca_file_problem(("verify", "ca.pem")) == ""
 
 
 def test_a_ca_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
