@@ -644,7 +644,7 @@ def list_or_stop_engines(
     ] = "list",
     as_json: Json = False,
 ) -> None:
-    """List or stop the engines that wait on this machine for the next command."""
+    """List or stop engines that wait for the next command."""
     from prefect_raybatch.standby.claim import standing_clusters, stop_clusters
 
     if action == "stop":

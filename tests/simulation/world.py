@@ -24,6 +24,7 @@ from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger import checkpoints
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.records import InputFile, Plan
+from prefect_raybatch.runs.plan_run import with_checked_models
 from prefect_raybatch.storage import LocalStore, S3Store, Store, bucket
 
 from .disk import Disk
@@ -123,6 +124,8 @@ class World:
             stack.enter_context(self.cluster.installed())
             stack.enter_context(_replaced(workers_for, self.cluster.workers_for))
             stack.enter_context(_replaced(storage.open_store, self._open_store))
+            # Whether a model's files fit the job is no part of the protocol.
+            stack.enter_context(_replaced(with_checked_models, lambda resolved: resolved))
             finalize = sys.modules["prefect_raybatch.result.finalize"].finalize
             stack.enter_context(_replaced(finalize, self._with_small_files(finalize)))
             page = sys.modules["prefect_raybatch.runs.finalize_run"].html_page
