@@ -102,7 +102,7 @@ def test_the_command_line_prints_in_one_place() -> None:
     assert sorted(others) == [
         "commands: typer.echo(f'{name} {metadata.version(name)}')",
         "outputs: print(json.dumps(job_schema(), indent=2))",
-        "show: print(json.dumps(value, default=str))",
+        "show: print(json.dumps(finite_in(value), default=str))",
     ]
 
 
