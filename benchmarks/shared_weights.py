@@ -31,26 +31,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gpu
+
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # an engine answers on its stdout
 CONFIG: dict[str, Any] = {
+    **gpu.DIMENSIONS["moe"],
+    "num_hidden_layers": 48,
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
