@@ -35,8 +35,8 @@ class Adapted:
 
         An adapter is (unique name for vLLM, number, folder on this node).
 
-        `numbers` maps the content hash of an adapter to its number in the engine. Adapters that are
-        not in it get the next number and are added.
+        `numbers` maps the content hash of an adapter to its number in the engine; None stands for
+        an empty dict. An adapter that is not in it gets the next number, and is added to the dict.
         """
         numbers = {} if numbers is None else numbers
         made = {}

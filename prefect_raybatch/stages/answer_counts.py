@@ -15,10 +15,10 @@ LONGEST_REASON, LONGEST_LABEL = 20, 80  # characters
 
 
 def label_counts(answers: Iterable[str | None], labels: Sequence[str]) -> dict[str, float]:
-    """Return the number of answers by label; the keys are ANSWER_LABELS + label.
+    """Return {ANSWER_LABELS + label: number of answers}.
 
-    A label is cut to LONGEST_LABEL characters. An answer that is None or none of `labels` counts
-    under the label "".
+    A label is cut to LONGEST_LABEL characters. The label is "" for a missing answer (None), and for
+    an answer that is not one of `labels`.
     """
     names = {label: label[:LONGEST_LABEL] for label in labels}
     found = Counter(names.get(answer or "", "") for answer in answers)
@@ -30,9 +30,11 @@ def length_counts(
 ) -> dict[str, float]:
     """Return the number of answers by length in tokens, and the number of rows by finish reason.
 
-    The keys are ANSWER_LENGTHS + length and ANSWER_ENDS + finish reason, "?" for None. `answers`
-    has the token ids of each answer of each row, `reasons` one finish reason per row. Lengths are
-    grouped by their number of binary digits: 4 to 7 tokens count under 3, 8 to 15 under 4.
+    The keys are ANSWER_LENGTHS + length and ANSWER_ENDS + finish reason. Lengths are grouped by
+    their number of binary digits: 4 to 7 tokens count under 3, 8 to 15 under 4. A finish reason of
+    None counts under "?".
+
+    `answers` has the token ids of each answer of each row; `reasons` has one finish reason per row.
     """
     lengths = Counter(len(ids).bit_length() for row in answers for ids in row)
     ends = Counter(str(reason or "?")[:LONGEST_REASON] for reason in reasons)

@@ -33,10 +33,11 @@ FormCheck = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form that a row's answers must have.
+    """The form that a row's answers must have, such as a choice or JSON.
 
-    `name`: the sampling field that sets it; `misfit`: returns why a text does not fit, None if it
-    does; `labels`: the allowed answers if the form is a choice, else empty.
+    `name` is the sampling field that sets the form. `misfit` takes a text and returns why it does
+    not have the form, or None if it has the form. `labels` are the allowed answers of a choice;
+    empty for any other form.
     """
 
     name: str
@@ -67,7 +68,8 @@ def form_of(job: str | None, own: str | None) -> AnswerForm | None:
 
 
 def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
-    """Return the failure of a row whose answer `text` does not have the form; `why` says why."""
+    """Return the failure of a row whose answer `text` does not have the form, for the reason `why`.
+    """
     # The answer comes last: only the first COUNTED_CHARACTERS tell reasons apart in failure counts.
     reason = why[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(
@@ -94,10 +96,11 @@ class Spelling:
     def fitted(
         self, form: AnswerForm, shown: str | None, row: int, number: int
     ) -> tuple[str | None, str | None]:
-        """Return the text of an answer, and why it does not have the form (None if it does).
+        """Return (the text of an answer, why it does not have the form).
 
         The answer is number `number` (from 0) of the row with index `row`; `shown` is its decoded
-        text. A label is returned as it is written in the choice, any other answer as `shown`.
+        text. The reason is None if the answer has the form. A label is then returned as it is
+        written in the choice. Any other text is returned as `shown`.
         """
         why = form.misfit(shown or "")
         if why is None:
@@ -121,11 +124,12 @@ class Spelling:
         return bool(self._table[REASONING_OPEN][row].as_py())
 
     def _spelled(self, row: int, number: int) -> Iterator[str]:
-        """Yield the spellings of answer `number` of row `row`: texts made from its token ids.
+        """Yield up to two texts made from the token ids of answer `number` of row `row`.
 
-        The first is decoded with special tokens, the second, if available, is joined from the bytes
-        that the engine's grammar assigns to tokens. Both leave out a special token at the end.
-        Yields nothing if vLLM itself detokenized the answer.
+        The first text is decoded with special tokens. The second joins the bytes that the engine's
+        grammar assigns to each token; it is left out if these bytes are unknown or not UTF-8.
+        Neither text has a special token at the end. Yields nothing if vLLM itself detokenized the
+        answer.
         """
         if self._table[TEXTS][row].as_py() is not None:
             return
@@ -225,9 +229,10 @@ They return None if the grammar's library is not installed or cannot read the gr
 
 @lru_cache(maxsize=64)
 def by_llguidance(kind: str, value: str) -> Matches:
-    """Return a function that checks with llguidance whether a text matches `value`.
+    """Return a function that returns whether a text matches `value`, checked with llguidance.
 
-    `kind` is what `value` is: "regex", "grammar" or "structural_tag".
+    `kind` says what `value` is: "regex", "grammar" or "structural_tag". The function returns None
+    for every text if llguidance is missing or cannot use `value`.
     """
     try:
         from llguidance import LLMatcher, LLTokenizer, grammar_from
@@ -253,10 +258,11 @@ def by_llguidance(kind: str, value: str) -> Matches:
 
 @lru_cache(maxsize=64)
 def by_xgrammar(kind: str, value: str) -> Matches:
-    """Return a function that checks with xgrammar whether a text matches `value`.
+    """Return a function that returns whether a text matches `value`, checked with xgrammar.
 
-    `kind` is what `value` is: "regex", "grammar" or "structural_tag". The function also returns
-    None if the check takes longer than XGRAMMAR_SECONDS.
+    `kind` says what `value` is: "regex", "grammar" or "structural_tag". The function returns None
+    if the check takes longer than XGRAMMAR_SECONDS. It returns None for every text if xgrammar is
+    missing or cannot use `value`.
     """
     try:
         import xgrammar  # which imports torch, so only where the other library did not match

@@ -64,7 +64,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def learn(self, ids: Iterable[int]) -> None:
-        """Decode those tokens that are not in the cache yet."""
+        """Decode each token of `ids` whose text is not in the cache yet, and add its text."""
         new = sorted(set(ids) - self._known.keys())
         if not new:  # a hosted model has no tokenizer here
             return

@@ -1,8 +1,11 @@
-"""The format of a block between stages: an Arrow table, mostly of one shard or a part of one.
+"""The format of a block between stages: an Arrow table, mostly with the rows of one shard.
 
-In addition to the input columns, a row carries its shard, its position in the shard and, once it
-failed, the reason. A unit that a stage could not process travels on as a `lost` block, because Ray
-would retry or swallow an exception in a task and lose its text.
+A block may also hold a part of a shard. In addition to the input columns, each row has its shard
+and its position in the shard, and the reason if it failed.
+
+A unit of work is a range of rows of one shard. If a stage cannot process a unit, it returns a
+`lost` block with the reason. An exception would not do: Ray would retry the task or swallow the
+exception, and lose its text.
 """
 
 from __future__ import annotations

@@ -67,14 +67,18 @@ AT = "__rb_index"
 
 @dataclass(frozen=True)
 class FirstAnswers:
-    """The first model's result, looked up by row number, and the choice of rows for the larger one.
+    """The first model's result, and the choice of rows that the larger model answers.
 
-    `data` and `failed` are the files of the first model's valid and failed rows. `unsure` is the
-    number of rows that meet the conditions of `cascade`. `escalated` is the number of unsure rows
-    that get the larger model's answer: all if `last` is None, else those whose (sureness, row
-    number) is at most `last`, and those in `again`. `again` has the numbers, ascending, of rows of
-    a retry run that an earlier run sent to the larger model. `checked` has the numbers, ascending,
-    of further rows that the larger model answers only for comparison; they keep the first answer.
+    `data` and `failed` are the files of the first model's valid and failed rows; rows are looked up
+    by row number. `unsure` is the number of rows that meet the conditions of `cascade`.
+
+    `escalated` of these rows get the larger model's answer. If `last` is None, all of them do.
+    Otherwise `last` is a (sureness, row number): unsure rows up to it in this order get the answer,
+    and so do the rows in `again`.
+
+    `again` and `checked` are ascending row numbers. In a retry run, `again` has the rows that an
+    earlier run sent to the larger model. The larger model answers the rows in `checked` only for
+    comparison: they keep the first answer.
     """
 
     data: AnswerFiles
@@ -161,7 +165,7 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
 
 
 def failing_kinds(cascade: CascadeSpec) -> tuple[str, ...]:
-    """Return the error classes of the first model's failed rows that the larger model answers."""
+    """Return the error classes with which a row of the first model goes to the larger model."""
     return (FAILS_SCHEMA if cascade.fails_schema else ()) + (
         NOT_EMBEDDED if cascade.classifies else ()
     )
@@ -344,11 +348,13 @@ class EscalateFinish(Finish):
     def _counts(self, table: pa.Table, outcomes: Sequence[FinishedRow]) -> dict[str, float]:
         """Return {name: count}: the counts of `Finish._counts`, and those of the larger model.
 
-        Of the rows that get the larger model's answer, it counts those that succeeded and those
-        that failed. Of the checked rows, it counts those that the larger model answered, those that
-        both models answered equally, and those that the larger model did not answer. Answers are
-        equal if all columns but the thinking are equal. Lengths and finish reasons of the first
-        model's answers are not counted, because its result does not have them.
+        The larger model's counts are:
+        - rows that get its answer, and rows that failed at it;
+        - checked rows that it answered, and checked rows that it did not answer;
+        - checked rows that both models answered equally: all columns are equal except the thinking.
+
+        Lengths and finish reasons of the first model's answers are not counted, because its result
+        does not have them.
         """
         kept = set(self._kept_rows(table))
         decided = [outcome for i, outcome in enumerate(outcomes) if i not in kept]

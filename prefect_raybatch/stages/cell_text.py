@@ -33,7 +33,10 @@ def cell_texts(column: pa.ChunkedArray, name: str) -> list[str | Failure | None]
 
 
 def _written_out(kind: pa.DataType) -> pa.DataType:
-    """Return Arrow's string type for a time in nanoseconds, which Python lacks; else `kind`."""
+    """Return Arrow's string type for a time type in nanoseconds; return any other type unchanged.
+
+    Python has no such time, but Arrow can write it as text.
+    """
     return pa.string() if kind == pa.time64("ns") else kind
 
 

@@ -116,19 +116,24 @@ GIVEN_BACK = Loss("NodeLeaves", "returned before it was started, because its nod
 class EngineLaunch:
     """Everything that an engine actor needs.
 
-    `arguments` are vLLM's EngineArgs without the model. With `engines_per_gpu` above 1, this engine
-    takes only its share of the GPU: the arguments in `share`, chosen for a GPU of `gpu_bytes`. If
-    `share` is empty or the GPU has less memory, the engine computes them itself. `done` (picklable)
-    returns whether a shard, by id, is committed. `sort` puts a block's rows in the best order for
-    the engine; `merge` sends equal requests of a block once. `hang_seconds` limits one step of
-    vLLM, None for no limit.
-    `labels` are the labels whose probabilities are written. `early_stop`: when to stop generating
-    an answer that is one of several labels (see `label_cutoff`). By `attempt`, an actor finds the
-    note (`process_note`) that a dead actor of the same driver left on its node. `encodes`: the
-    model is an encoder, which has no KV cache. `tell` is called with the progress of the engine's
-    start. `work`: the FLOPs and bytes that a token costs, None if unknown. `leaving` returns, in
-    the actor, whether its node is being drained. `untaken`: the engine is prewarmed; its run takes
-    it over later.
+    `arguments` are vLLM's EngineArgs without the model. `hang_seconds` limits one step of vLLM,
+    None for no limit. `work`: the FLOPs and bytes that a token costs, None if unknown. `encodes`:
+    the model is an encoder, which has no KV cache.
+
+    With `engines_per_gpu` above 1, this engine takes only its share of the GPU. The arguments in
+    `share` set the share; they were chosen for a GPU of `gpu_bytes`. The engine computes them
+    itself if `share` is empty or the GPU has less memory.
+
+    `sort` puts a block's rows in the best order for the engine; `merge` sends equal requests of a
+    block once. `labels` are the labels whose probabilities are written. `early_stop`: when to stop
+    generating an answer that is one of several labels (see `label_cutoff`).
+
+    `done` (picklable) takes a shard's id and returns whether the shard is committed. `leaving`
+    returns, in the actor, whether its node is being drained. `tell` is called with the progress of
+    the engine's start.
+
+    `attempt` is an id: an actor finds the note (`process_note`) that a dead actor with the same id
+    left on its node. `untaken`: the engine is prewarmed; its run takes it over later.
     """
 
     model: models.PinnedModel
@@ -607,16 +612,21 @@ class EngineStage:
 
 
 def _refusal(error: Exception, message: str) -> Loss:
-    """Return why there is no engine; an outage of a store is not fatal: later passes try again.
+    """Return why there is no engine, given the error of its start.
 
-    Errors of other packages are fatal, even if they may be transient: most are wrong settings.
+    The loss is fatal, so that the run ends, unless the error is a transient one of this package,
+    such as an outage of a store. Errors of other packages are fatal even if they may be transient,
+    because most come from wrong settings.
     """
     outage = isinstance(error, RayBatchError) and error.transient
     return Loss(type(error).__name__, message, fatal=not outage)
 
 
 def answered_any(engine: SteppedEngine) -> bool:
-    """Return whether an engine has answered any request, even in a call during which it died."""
+    """Return whether an engine has answered any request, not counting those that vLLM refused.
+
+    Requests answered in a call during which the engine then died count too.
+    """
     stats = engine.stats()
     return bool(stats["rows"] > stats["refused"])
 

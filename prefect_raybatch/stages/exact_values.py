@@ -1,4 +1,8 @@
-"""Checks that a column holds values completely: Arrow drops parts of some without an error."""
+"""Checks that a column can hold each value completely.
+
+Arrow changes some values without raising an error. For example, it drops the time of day of a
+datetime in a date column, and turns 1e39 into infinity in a float32 column.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,10 @@ def type_of(values: Sequence[object]) -> pa.DataType | None:
 
 
 def check_exact(values: Sequence[object], kind: pa.DataType) -> None:
-    """Raise an error of `NOT_CAST` if a column of type `kind` cannot hold all of each value."""
+    """Raise an error if a column of type `kind` cannot hold each of the values completely.
+
+    The error is one of the classes in `NOT_CAST`.
+    """
     pa.array(values, kind)
     # Saves the walk through the values. Arrow infers one type for times with and without a zone.
     if type_of(values) == kind and not _holds_times(kind):
@@ -35,9 +42,10 @@ def check_exact(values: Sequence[object], kind: pa.DataType) -> None:
 
 
 def _check_kept(value: Any, kind: pa.DataType) -> None:
-    """Raise ValueError if Arrow would store only a part of the value, without an error.
+    """Raise ValueError if Arrow would change the value without an error.
 
-    Arrow must accept the value for a column of type `kind`. Rounding to a float type is no loss.
+    Only call it for a value that Arrow accepts in a column of type `kind`. Rounding to a float type
+    is allowed.
     """
     types = pa.types
     value = value.as_py() if isinstance(value, pa.Scalar) else value
@@ -69,7 +77,10 @@ def _check_kept(value: Any, kind: pa.DataType) -> None:
 
 
 def _items(value: Any, names: Sequence[str]) -> Iterable[tuple[Any, Any]]:
-    """Return the (name, value) pairs of a struct: a mapping, such pairs, or a tuple of values."""
+    """Return the (name, value) pairs of a struct.
+
+    The struct is a mapping, a sequence of such pairs, or a tuple with a value for each of `names`.
+    """
     if isinstance(value, Mapping):
         return value.items()
     return zip(names, value, strict=True) if isinstance(value, tuple) else value
@@ -98,7 +109,10 @@ def _refuses_losses(kind: pa.DataType) -> bool:
 
 
 def _check_time(value: Any, kind: pa.DataType) -> None:
-    """Raise ValueError as `_check_kept` does, for a date, a time or a duration."""
+    """Raise ValueError if Arrow would change a date, time or duration without an error.
+
+    For example, it would drop the time of day, the time zone or the microseconds.
+    """
     unit = str(getattr(kind, "unit", "day"))
     if isinstance(value, (np.datetime64, np.timedelta64)):  # an item of an array, taken as it is
         if np.datetime_data(value.dtype)[0] != unit:

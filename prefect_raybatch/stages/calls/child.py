@@ -33,9 +33,10 @@ def serve(fd: int, parent: int, field: str) -> None:
     """Call a function for each row received over socket `fd`, then end this process.
 
     The process ends when the socket is closed, or after IDLE seconds without a row. The first
-    message is the function's name, or the function itself by value; `field` is the job field that
-    names it, for errors. `parent` is the id of the process that sends the rows. Returns only if the
-    function cannot be loaded, after reporting the error to `parent`.
+    message is the function's name, or the function itself (pickled). `field` is the job field that
+    names the function; errors mention it. `parent` is the id of the process that sends the rows.
+
+    Returns only if the function cannot be loaded, after reporting the error to `parent`.
     """
     _end_with(parent)
     _watch_for_orphans()

@@ -1,8 +1,7 @@
 """Runs a user's function in a child process (`child`), where it cannot end or hang the stage.
 
-The child reports when a row begins. So a failure within a row is attributed to that row, and a
-failure between two rows to no row: it comes from a thread that a function left running, or from the
-idle limit.
+The child reports when a row begins. A failure after that report is the row's. A failure between two
+rows belongs to no row: its cause is the idle limit, or a thread that the function left running.
 """
 
 from __future__ import annotations
@@ -71,13 +70,16 @@ def raised(kind: str, text: str) -> Exception:
 class IsolatedFunction:
     """The function `name` of a job's `field`; each call with a row runs in a child process.
 
-    `seconds` is the time limit for a row, None: no limit. A row during which the child ends is
-    given to another child, until `deaths` children have ended.
+    `seconds` is the time limit for a row, None: no limit. If the child ends during a row, another
+    child gets the row, until `deaths` children have ended.
 
     The constructor raises `ConfigError` if the function cannot be imported, and `NoChild` if no
-    child starts. A call raises `FunctionDied`, `FunctionHung` or a copy of the exception that the
-    function raised. It raises `NoChild` if no child begins the row, and `BlockHung` at the last of
-    `HUNG` consecutive rows that hang.
+    child starts. A call raises:
+    - a copy of the exception that the function raised;
+    - `FunctionDied` if `deaths` children ended during the row;
+    - `FunctionHung` if the row exceeded the time limit;
+    - `BlockHung` instead, if the row is the last of `HUNG` consecutive rows that exceeded it;
+    - `NoChild` if no child begins the row.
     """
 
     def __init__(self, name: str, field: str, seconds: float | None, deaths: int = 1) -> None:

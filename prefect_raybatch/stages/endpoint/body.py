@@ -73,7 +73,11 @@ def body_of(
 
 
 def answer_text(content: str, params: SamplingFields) -> str:
-    """Return a response's text `content`, or only its label if `params` restrict it to a choice."""
+    """Return the answer in a response's text `content`.
+
+    If `params` restrict the answer to a choice, `content` is JSON and the answer is the label in
+    it. Otherwise, and if the label cannot be read, the answer is `content` itself.
+    """
     form = params.get("structured_outputs") or {}
     if not (params.get("choice") or form.get("choice")):
         return content

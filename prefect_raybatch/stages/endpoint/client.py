@@ -279,12 +279,14 @@ class EndpointEngine:
     async def _is_of_row(self, failures: int, first_failure: float, timeouts: int) -> bool:
         """Return whether a request fails because of its row, not because of the server.
 
-        True after ROW_TRIES `failures` if the server has answered other requests since
-        `first_failure` (loop time).
+        `failures` counts the request's failures, `timeouts` those that were timeouts. True if there
+        were ROW_TRIES failures and the server has answered other requests since `first_failure`
+        (loop time).
 
-        Otherwise true only if the server at least lists its models, and one of two holds: there
-        were ROW_TRIES_ALONE failures; or no other request is under way, two or more failures were
-        `timeouts`, and the first failure was over SERVER_OUTAGE seconds ago.
+        Otherwise the server must at least list its models. Then true in two cases:
+        - there were ROW_TRIES_ALONE failures;
+        - the first failure was over SERVER_OUTAGE seconds ago, at least two failures were timeouts,
+          and no other request is under way.
         """
         import httpx
 

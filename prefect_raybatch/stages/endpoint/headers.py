@@ -1,4 +1,4 @@
-"""Reads how long a server asks to wait, and the limits that it reports, from its headers."""
+"""Reads a server's response headers: how long to wait, and its limits per minute."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def pause_of(headers: Mapping[str, str], now: datetime) -> float | None:
 
 
 def limits_of(headers: Mapping[str, str]) -> tuple[float | None, float | None]:
-    """Return the requests and tokens per minute that the server reports; None where unknown.
+    """Return (requests, tokens) per minute that the server reports as its limits.
 
-    Azure reports -1 for no limit.
+    A value is None if the server does not report it. It is also None for -1, with which Azure
+    reports that there is no limit.
     """
     found = []
     for kind in ("requests", "tokens"):

@@ -1,8 +1,10 @@
 """Limits the requests and tokens per minute, and the requests in flight. No I/O.
 
-The limits hold in any 60 seconds of the server's clock, although a request arrives later than it
-was sent: a request counts until 60 s after its answer, but at most until 60 + `TRAVEL` s after it
-was sent. Requests are also paced: at most as many are sent at once as the limit allows in a second.
+The limits must hold in any 60 seconds of the server's clock, but only the time of sending is known
+here, not the time of arrival. So a request counts until 60 s after its answer, but no longer than
+60 + `TRAVEL` seconds after it was sent.
+
+Requests are also paced: at most as many are sent at once as the limit allows in a second.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class Usage:
-    """The requests sent and tokens billed so far in a run, and the reasons for delays as text.
+    """The requests sent and tokens billed so far in a run, and texts about its progress.
 
-    `waits` says why requests wait, `batches` how far open batches are, and `outage` since when the
-    server has not answered; each is "" if there is nothing to say.
+    `waits` says why requests wait. `batches` says how many requests of the open batches are done.
+    `outage` says for how long the server has not answered. Each text is "" if there is nothing to
+    say.
     """
 
     requests: int = 0
@@ -71,7 +74,10 @@ class _Sent:
 
 @dataclass
 class _Pace:
-    """Paces requests or tokens evenly, but lets `BURST` seconds' worth leave at once."""
+    """Paces requests or tokens evenly at a limit per minute.
+
+    As many as the limit allows in `BURST` seconds may be sent at once.
+    """
 
     free: float = 0.0  # when everything sent so far would have left at an even pace
 
@@ -262,7 +268,10 @@ class Limiter:
         return max(wait, 0.05) if len(self._flying) >= int(self.allowed) else wait
 
     def _until_room(self, now: float, over: float, by_tokens: bool) -> float:
-        """Return the seconds until at least `over` requests (or tokens) no longer count."""
+        """Return the seconds until at least `over` requests no longer count against the limit.
+
+        With `by_tokens`, `over` is a number of tokens instead.
+        """
         if over <= 0:
             return 0.0
         for sent in sorted(self._sent, key=_Sent.expires):

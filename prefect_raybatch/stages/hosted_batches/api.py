@@ -114,7 +114,10 @@ class BatchApi(Protocol):
         ...
 
     def find(self, file_id: str) -> list[Batch]:
-        """Return the batches made from a file that are in the server's list, which may lag."""
+        """Return the batches made from a file, according to the server's list of batches.
+
+        A new batch may be missing, because the list may lag.
+        """
         ...
 
     def cancel(self, batch_id: str) -> None: ...

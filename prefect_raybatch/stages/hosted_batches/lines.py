@@ -43,7 +43,10 @@ class BatchAnswers:
 
 
 def batch_url(path: EndpointPath) -> str:
-    """Return an API path as batches and their files name it: with /v1/, whatever the base URL."""
+    """Return an API path in the form that batches and their files use.
+
+    It always begins with /v1/, whatever the base URL is.
+    """
     return f"/v1/{path}"
 
 

@@ -29,10 +29,10 @@ _NAME = re.compile(rf"{BATCHES}/(\d{{8,10}})/(\d{{4,6}})\.(file|batch|answers)\.
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """The outcome of an ended batch: `answers` by request key, and `why` other requests have none.
+    """The outcome of an ended batch: its `answers` by request key.
 
-    `counts` is False if the server did not try the requests that have no answer. The batch then
-    does not count as one of their tries.
+    `why` is the reason why other requests have no answer. `counts` is False if the server did not
+    try those requests: then the batch does not count as one of their tries.
     """
 
     answers: Mapping[str, HostedAnswer]

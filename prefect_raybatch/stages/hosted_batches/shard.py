@@ -1,8 +1,9 @@
 """Sends the requests of one shard in batches, and gets their answers despite any crashes.
 
 Each step is recorded before the next one that depends on it. Only the creation of a batch can be
-charged twice. So after a crash, or if the response to it was lost, the batch is looked up in the
-server's list by its input file before another is created.
+charged twice. So if a batch may exist already, it is looked up in the server's list by its input
+file before another is created. This is so after a crash, and after the server's response to the
+creation was lost.
 """
 
 from __future__ import annotations
@@ -312,8 +313,8 @@ class ShardBatches:
     def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
         """Add a batch's own errors to `answers`; return whether the server tried its requests.
 
-        It did not if it refuses the account, or if its queue was full. A full queue after
-        FULL_TRIES consecutive full queues counts as a try.
+        False if the server refuses the account. Also False if the server's queue was full, but not
+        after FULL_TRIES consecutive full queues: the next one counts as a try.
         """
         counts = True
         for code, message, line in batch.errors:

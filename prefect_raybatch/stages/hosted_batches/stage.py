@@ -38,7 +38,11 @@ SWEEP_SECONDS = 60.0  # for the removal of files at the server
 
 
 class BatchStage(EndpointStage):
-    """The engine stage of a run with `engine.endpoint.batch`: sends each block in batches."""
+    """The engine stage of a run with `engine.endpoint.batch`.
+
+    It sends the rows of a block in batches and waits for the answers. It returns a lost block if
+    the store fails, and an empty block if another driver has committed the shard meanwhile.
+    """
 
     engine_class: ClassVar[type[EndpointEngine]] = BatchEngine
 
@@ -123,7 +127,10 @@ def _cancel_all(spec: EndpointSpec, store: Store) -> None:
 
 
 def forget_batches(spec: EndpointSpec, store: Store) -> None:
-    """Delete a finished run's batch records, and input files that a crash left at the server."""
+    """Delete the batch records of a finished run.
+
+    Also delete the run's input files that a crash left at the server.
+    """
     if next(iter(store.list(BATCHES)), None) is None:
         return
     try:

@@ -54,8 +54,10 @@ class RowImages:
     `arguments` are the engine arguments that affect preprocessing. `empty`: a null counts as no
     image instead of a failure. `digests`: also return digests of the fetched images. Without
     `decode`, images are fetched only for their digests, and only their headers are checked.
-    `as_urls`: a hosted model gets the images as data URLs. `too_many`: the share of a block's rows
-    above which rows with temporarily unavailable images do not fail, but lose the block.
+    `as_urls`: a hosted model gets the images as data URLs.
+
+    A row whose image is temporarily unavailable fails. But if this share of a block's rows is more
+    than `too_many`, the whole block is lost instead, and retried.
     """
 
     images: ImageSpec
