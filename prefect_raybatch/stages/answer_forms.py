@@ -68,8 +68,7 @@ def form_of(job: str | None, own: str | None) -> AnswerForm | None:
 
 
 def not_of_form(form: AnswerForm, why: str, text: str) -> Failure:
-    """Return the failure of a row whose answer `text` does not have the form, for the reason `why`.
-    """
+    """Return the failure of a row whose answer `text` lacks the form, for the reason `why`."""
     # The answer comes last: only the first COUNTED_CHARACTERS tell reasons apart in failure counts.
     reason = why[:MAX_REASON].encode("utf-8", "replace").decode()
     return Failure(

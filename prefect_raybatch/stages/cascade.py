@@ -165,7 +165,7 @@ def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
 
 
 def failing_kinds(cascade: CascadeSpec) -> tuple[str, ...]:
-    """Return the error classes with which a row of the first model goes to the larger model."""
+    """Return the error classes of rows that failed at the first model and go to the larger one."""
     return (FAILS_SCHEMA if cascade.fails_schema else ()) + (
         NOT_EMBEDDED if cascade.classifies else ()
     )

@@ -412,10 +412,10 @@ class EngineStage:
     def _prove(self, cause: str, first: int = 1) -> None:
         """Send the new engine the health-check prompt, after one died of `cause` without an answer.
 
-        If it answers, return. If it dies of the same error as the engine before, or in try
-        `PROMPT_TRIES`, give up: `_refused` says so. If it dies otherwise, start another engine and
-        try again; tries are counted from `first`. Blocks wait meanwhile, so that none is lost and
-        no row is blamed.
+        If the engine answers, return. If it dies of the same error as the engine before, or in try
+        `PROMPT_TRIES`, give up: `_refused` says so. If it dies of another error, start another
+        engine and try again; `first` is the number of the first try. Blocks wait meanwhile, so that
+        none is lost and no row is blamed.
         """
         from prefect_raybatch.stages.vllm.stepper import EngineDied, Request
 

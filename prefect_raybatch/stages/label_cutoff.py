@@ -127,9 +127,8 @@ class LabelCutoff:
     def _run(self, ask: SendRequests, requests: Sequence[Request], once: bool) -> list[Completion]:
         """Send requests with `ask`; return one answer for each, with its label complete.
 
-        Requests for a label are first limited to `label_cap` tokens, or with `once` to one token if
-        their fields allow a second request for the rest of the label (`may_continue_answer`). Those
-        whose tokens do not decide a label are followed by further requests.
+        A request for a label is first sent with the lower `max_tokens` of `_shortened`, where
+        `once` is explained. If the generated tokens do not decide a label, further requests follow.
         """
         known: dict[int, Shortened | None] = {}
         for request in requests:
@@ -157,9 +156,11 @@ class LabelCutoff:
     def _shortened(self, params: SamplingFields, once: bool) -> Shortened | None:
         """Return shortened fields for requests with these `params`, and the labels of their choice.
 
-        `max_tokens` is lowered to `label_cap`, or to 1 with `once` if the fields allow a second
-        request for the rest of the label; a lower `max_tokens` is kept. None if the answer to such
-        a request cannot be cut short.
+        `max_tokens` is lowered to `label_cap`. With `once`, it is lowered to 1 instead if a second
+        request could ask for the rest of the label (`may_continue_answer`). A `max_tokens` that is
+        lower already is kept.
+
+        Returns None if answers to such requests cannot be cut short.
         """
         labels = labels_to_cut_short(params)
         if labels is None:
@@ -177,11 +178,11 @@ class LabelCutoff:
         return request if short is None else replace(request, params=short.params)
 
     def _completed(self, done: Completion, short: Shortened | None) -> Completion | None:
-        """Return the answer `done` with its label complete; None if the request must be sent again.
+        """Return the answer `done` with its label complete; None if another request must be sent.
 
-        It is sent again if its tokens do not decide a label and it was shortened (not
-        `short.whole`). The answer is returned unchanged if `short` is None, or if the answer failed
-        or was not cut off.
+        The answer is returned unchanged if `short` is None, if it failed, or if it was not cut off.
+        If the tokens of an answer do not decide a label, the result is None. But if the request was
+        not shortened (`short.whole`), the answer is returned unchanged in this case too.
         """
         if short is None or done.error or done.finish_reason != "length":
             return done
@@ -206,9 +207,10 @@ class LabelCutoff:
     ) -> list[Completion]:
         """Return `made` with each None replaced by an answer from further requests.
 
-        `done` has the answer to each shortened request. `made` has the same with complete labels,
-        and None for an undecided one. For an undecided label, up to three requests are tried: one
-        for the rest of the label, one limited to `label_cap` tokens, then the original one.
+        `done` has the answers as the engine returned them. `made` has the same answers with
+        complete labels, and None where the tokens did not decide a label. In place of a None, up to
+        three requests are tried: one for the rest of the label, one limited to `label_cap` tokens,
+        and the original one.
         """
         todo = [i for i, completion in enumerate(made) if completion is None]
         seconds = {i: rest for i in todo if (rest := self._rest(requests[i], short[i], done[i]))}

@@ -70,10 +70,11 @@ class LabelTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, labels: Sequence[str]) -> LabelTokens:
-        """Tokenize the labels.
+        """Tokenize the labels. Raises `ConfigError` if their probabilities cannot be computed:
 
-        Raises `ConfigError` that names a label without tokens, two labels with the same tokens, or
-        a label that begins another one if the tokenizer has no end token.
+        - a label has no tokens;
+        - two labels have the same tokens;
+        - a label's tokens begin those of another label, and the tokenizer has no end token.
         """
         paths: dict[tuple[int, ...], str] = {}
         for label in labels:

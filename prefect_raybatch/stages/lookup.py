@@ -66,15 +66,18 @@ class LookUp:
 
     `places` has three values for each input row: `kind` (the source of its answer), `at` (the
     answer's number in that source) and `digests` (of the row's images). The kinds are:
-    REUSED: the answer is in `reused`, the answers of earlier runs;
-    ASKED: the answer is in `asked`, the answers of this run's requests phase;
-    MERGED_ROW: the answer is in `asked` too, but the request was sent for an equal row;
-    NO_REQUEST: there is no answer.
 
-    `failed` has the failed requests of the requests phase, numbered as in `asked`. If `by_row` is
-    set, it has the answers of `reused` and `asked` by row number, and is read in place of both.
-    Shards have `rows_per_shard` rows. `optional` has the columns of OPTIONAL that the finish stage
-    needs. `pools`: answers are vectors.
+    - REUSED: the answer is in `reused`, the answers of earlier runs;
+    - ASKED: the answer is in `asked`, the answers of this run's requests phase, which sends each
+      distinct request once before this stage;
+    - MERGED_ROW: the answer is in `asked` too, but the request was sent for an equal row;
+    - NO_REQUEST: there is no answer.
+
+    `failed` has the requests that failed in the requests phase, by the same numbers as `asked`.
+    `by_row`, if set, has all answers by row number, and is read in place of `reused` and `asked`.
+
+    Shards have `rows_per_shard` rows. `optional` has those columns of OPTIONAL that the finish
+    stage needs. `pools`: answers are vectors.
     """
 
     prepare: Prepare
@@ -91,9 +94,9 @@ class LookUp:
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the block with columns of answers, errors and times.
 
-        Returns a lost or empty block unchanged. If the stored answers cannot be read or the prompt
-        function cannot be loaded, returns a lost block with the reason, fatal unless a retry can
-        help.
+        A lost or empty block is returned unchanged. If the stored answers cannot be read, or the
+        prompt function cannot be loaded, a lost block with the reason is returned. It ends the run
+        unless the error is transient, such as an outage of the store.
         """
         if is_passthrough(table):
             return table

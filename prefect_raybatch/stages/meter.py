@@ -31,7 +31,10 @@ class Meter:
         self._steps, self._busy = 0, 0.0  # its steps and busy seconds at the last `take_stats`
 
     def begin(self, engine: SteppedEngine) -> None:
-        """Count the engine's steps and busy time from now on, without those for earlier runs."""
+        """Begin to count the work of an engine that runs already.
+
+        The steps and busy time that it spent on earlier runs are not counted.
+        """
         if self.work is None:
             return
         found = engine.stats()
@@ -61,11 +64,12 @@ class Meter:
         return answers
 
     def take_stats(self, engine: SteppedEngine) -> ShardStats:
-        """Return the engine's work since the last call, or at first since its first requests.
+        """Return the engine's work since the last call.
 
-        `flops`, `moved_bytes` and `steps` are its work; `peak_flops` and `peak_bytes` are the most
-        that its GPUs could have done in that time. `up_s` is the length of that time in seconds,
-        `idle_s` the part in which the engine had no requests. Empty if `work` is None.
+        The first call returns the work since the engine got its first requests. `flops`,
+        `moved_bytes` and `steps` are the work; `peak_flops` and `peak_bytes` are the most that its
+        GPUs could have done in that time. `up_s` is the length of that time in seconds, `idle_s`
+        the part in which the engine had no requests. Empty if `work` is None.
         """
         work = self.work
         if work is None:

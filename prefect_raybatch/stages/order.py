@@ -32,8 +32,8 @@ NOT_EXACT = ("extra_args", "vllm_xargs", "logits_processors")
 class EngineOrder:
     """Row indexes in the order in which the rows enter the engine.
 
-    `copies` maps a row in `rows` to the rows with equal requests, which are not in `rows` and get
-    its answer.
+    Of several rows with equal requests, `rows` has only one. `copies` maps this row to the other
+    rows, which get its answer too.
     """
 
     rows: list[int]

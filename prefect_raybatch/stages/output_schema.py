@@ -97,7 +97,8 @@ def _read_schema(store: Store) -> pa.Schema:
 def _infer(rows: Sequence[ColumnValues]) -> pa.Schema:
     """Infer the columns' types from the first shard's rows.
 
-    At any depth, what has only nulls, no items or no fields becomes string.
+    A column, field or list item becomes a string if its type is unknown because it has only nulls,
+    no items or no fields.
     """
     # Use the column names that most rows have: the other rows fail later.
     names = Counter(frozenset(row) for row in rows).most_common(1)[0][0]

@@ -87,8 +87,8 @@ class Parsers:
         """Return each row's text without thinking and tool calls, and its other parsed columns.
 
         Rows with an entry in `failures` are not parsed: their text is unchanged, and they get no
-        columns. If a text cannot be parsed, the row's entry in `failures` is set. Raises if a
-        parser cannot be imported.
+        columns. If a text cannot be parsed, the row's entry in `failures` is set. If a parser
+        cannot be imported, the error of the import is raised.
         """
         _ = self._open, self._closed  # raises here, not in a row, if a parser cannot be imported
         ids = table[ANSWERS].to_pylist()
@@ -152,10 +152,10 @@ class Parsers:
         return found
 
     def _shown(self, text: str | None, thinks: bool, answer: bool = False) -> str | None:
-        """Return the text without special tokens (unless `keep_special` is set); None for None.
+        """Return the text without special tokens, unless `keep_special` is set; None for None.
 
-        `thinks`: the model thinks before it answers. Then whitespace is removed as well: before the
-        text if it is the `answer`, else on both sides.
+        `thinks`: the model thinks before it answers. Whitespace around the text is then removed
+        too. If the text is the `answer`, only the whitespace before it is removed.
         """
         if text is None:
             return None

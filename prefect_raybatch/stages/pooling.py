@@ -27,9 +27,12 @@ RowAnswer = tuple[int, Sequence[int], "Completion"]  # row that was sent, rows t
 
 
 class Texts(Enum):
-    """How a row's texts are sent: one text, two texts in one prompt, or two texts as two prompts.
+    """How a row's texts are sent to the model.
 
-    For two prompts, the answer is the similarity of their vectors.
+    - ONE: the row has one text.
+    - PAIR: the row has two texts, which are sent in one prompt.
+    - SEPARATE: the row has two texts, which are sent as two prompts. The answer is the similarity
+      of their vectors.
     """
 
     ONE = "one"
@@ -42,8 +45,9 @@ class Pooling:
     """A pooling task, such as embed or score: its request fields and its model's properties.
 
     `fields` go to vLLM with each row. `encodes`: the model is an encoder, which processes a prompt
-    in one step. Then, or without chunked prefill, a step must have room for `longest` tokens (0: no
-    minimum). `labels` are the model's labels, if it classifies.
+    in one step. `longest`: a step of vLLM must have room for this number of tokens, 0 for no
+    minimum. It is set if prompts must be processed in one step: for an encoder, or if the job
+    switches chunked prefill off. `labels` are the model's labels, if it classifies.
     """
 
     task: str

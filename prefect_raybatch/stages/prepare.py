@@ -75,12 +75,14 @@ UNKNOWN_CONTEXT = 1 << 20  # tokens: more than any model of unknown context leng
 class Prepare:
     """The prepare stage: a function that prepares a block. The driver creates it, workers run it.
 
-    `model` is the plan's pinned model, `max_model_len` is in tokens (None: the model's own). A
-    row's own sampling fields are checked against the job's, `sampling`; a prompt that is cut leaves
-    room for an answer of `max_tokens`. `calls` says in which process the user's function is called.
-    With a reasoning parser in `parsing`, a column says which answers may begin with thinking.
-    `images` fetches a row's images; None for text alone. With `keying`, the input block has a
-    column of the planned request keys, and a row fails if the key of its request differs.
+    `model` is the plan's pinned model. `max_model_len` is in tokens (None: the model's own).
+    `sampling` has the job's sampling fields; the fields that a row sets itself are checked against
+    them. If a prompt is cut, it leaves room for an answer of `max_tokens`.
+
+    `calls` says in which process the user's function is called. If `parsing` names a reasoning
+    parser, a column says which answers may begin with thinking. `images` fetches a row's images;
+    None for text alone. With `keying`, the input block has a column of the planned request keys,
+    and a row fails if the key of its request differs.
     """
 
     prompt: PromptSpec
@@ -161,10 +163,11 @@ class Prepare:
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return the request and the prompt tokens of each row of a block; no prompt is cut.
+        """Return (each row's request, each row's prompt tokens); no prompt is cut.
 
-        A row without a request has a `Failure` in both lists, a row without a prompt in the second.
-        A prompt of far more tokens than the model takes is a `LongPrompt`.
+        If a row's request cannot be made, the row has a `Failure` in both lists. If only its prompt
+        cannot be made, it has a `Failure` in the second list. A prompt of far more tokens than the
+        model takes is a `LongPrompt`.
         """
         most = self.max_model_len or models.context_length(models.local_path(self.model))
         requests, tokens, *_ = self._rendered(table, most)
@@ -233,10 +236,11 @@ class Prepare:
     ) -> list[bool | None]:
         """Return whether each row's answer may begin with thinking; None for a failed row.
 
-        This depends on the text that the chat template puts after the last message. It depends on
-        the whole prompt if that text is not known, as with images, and for a row whose answer must
-        be a choice, JSON or the like (`form`): vLLM applies such a constraint after the thinking in
-        the whole prompt.
+        It may, unless the thinking has ended in the text that the chat template puts after the last
+        message. In two cases, the whole prompt is checked instead of that text:
+        - that text is not known, as for rows with images;
+        - the row's answer must be a choice, JSON or the like (`form`): vLLM applies such a
+          constraint at once if the whole prompt contains the end of thinking.
         """
         tokenizer = self._tokenizer()
         parser = reasoning_parser_for(parsing, tokenizer)
@@ -345,8 +349,8 @@ def with_images(
 ) -> list[ChatRequest | Failure]:
     """Return requests with the SHA-256 of their images, from `digests`.
 
-    `shown` has each row's messages with the fetched images, or a failure, which replaces the row's
-    request.
+    `shown` has each row's messages with the fetched images. If it has a failure for a row, the
+    failure replaces the row's request.
     """
     made: list[ChatRequest | Failure] = []
     for request, seen, each in zip(requests, shown, digests, strict=True):

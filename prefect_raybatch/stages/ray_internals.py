@@ -129,8 +129,8 @@ def _takes_blocks(function: MapTransformFn) -> bool:
 def map_actors(dataset: Dataset, stage: type, **options: Any) -> Dataset:
     """Return the dataset mapped by a pool of actors of class `stage`; each call gets a whole block.
 
-    `options` are those of `Dataset.map_batches`, which itself rejects whole blocks with `num_gpus`,
-    and with a batch size waits until blocks with that many rows have arrived.
+    `options` are those of `Dataset.map_batches`. That method itself is not used: with `num_gpus` it
+    rejects whole blocks, and with a batch size it waits until that many rows have arrived.
     """
     return dataset.map_batches_internal(stage, **options)
 

@@ -1,9 +1,10 @@
-"""Reads shards of the input: one tagged block per unit.
+"""Reads shards of the input; yields one block for each unit of work.
 
+A unit is a range of rows of one shard. Each row of its block is tagged with its shard and position.
 Each row group is decoded once per task.
 
-If a unit cannot be read, its block is a `lost` block (see `block`). An exception would be lost: Ray
-retries the task and drops the text.
+If a unit cannot be read, its block is a `lost` block with the reason (see `block`). An exception
+would not do: Ray would retry the task and drop the exception's text.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class FileRows:
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one read task: units in input order, and the file rows of each unit (`parts`).
+    """The work of one read task: `units` in input order.
 
-    `files` are the files that these rows are in.
+    `parts` has the file rows of each unit, `files` the files with these rows.
     """
 
     units: tuple[Unit, ...]
@@ -73,9 +74,11 @@ class ShardReader:
     """Divides units into read tasks. Lives on the driver; tasks carry only what they need.
 
     `files` are in the plan's order. `schema` has the columns to read, in this order, and the types
-    to cast them to. `store` is the run's store if the files are a snapshot (their URIs are then
-    relative to it, and only their size is checked); else None, and `options` are the input's store
-    options.
+    to cast them to.
+
+    If the files are a snapshot, `store` is the run's store: the files' URIs are relative to it, and
+    only their size is checked. Otherwise `store` is None, and `options` are the options of the
+    input's store.
     """
 
     def __init__(
@@ -104,12 +107,17 @@ class ShardReader:
     ) -> list[Task]:
         """Group neighbouring units into tasks; `units` are (unit, its first row in the input).
 
-        Each task has `units_per_task` units: more if there would otherwise be more than `max_tasks`
-        tasks, fewer if there would otherwise be fewer than `min_tasks`. The tasks are in input
-        order; with `work` (a number for each shard, in any unit of measure), the task with the most
-        work per shard comes first. With `shuffle_seed` (an attempt's uuid), they are shuffled
-        instead, so that two live drivers seldom work on the same shard: in a common order, one
-        would catch up with the other. Raises ValueError for rows outside the files.
+        Each task has `units_per_task` units. It has fewer if there would otherwise be fewer than
+        `min_tasks` tasks, and more if there would otherwise be more than `max_tasks`.
+
+        The order of the tasks is:
+        - by default, that of the input;
+        - with `work` (a number for each shard, in any unit of measure), by work per shard, the most
+          first;
+        - with `shuffle_seed` (an attempt's uuid), random. So two live drivers seldom work on the
+          same shard: in a common order, one would catch up with the other.
+
+        Raises ValueError for rows outside the files.
         """
         ordered = sorted(units, key=lambda pair: pair[1])
         size = max(1, min(units_per_task, len(ordered) // max(1, min_tasks)))
@@ -165,13 +173,17 @@ def read_units(
     options: StoreOptions | None = None,
     done: Done | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield a block for each unit, in order: rows, tagged and cast to `schema`, or a lost block.
+    """Yield a block for each unit of a task, in order.
 
-    `schema`, `store` and `options` are as in `ShardReader`. `done` (picklable) returns whether to
-    skip a shard: its units get no block. Each file is
-    compared with the plan's record of it before its first use and again before a unit read from it
-    is yielded. Memory: a unit, a decoded batch (`batch_rows`), and the column chunks of a row group
-    as stored (at most CHUNK_BYTES each).
+    The block has the unit's rows, tagged and cast to `schema`. If they cannot be read, it is a lost
+    block. `schema`, `store` and `options` are as in `ShardReader`. `done` (picklable) takes a
+    shard's id and returns whether to skip the shard: its units get no block.
+
+    Each file is compared with the plan's record of it twice: before its first use, and before a
+    unit with rows of it is yielded.
+
+    Memory: a unit, a decoded batch (`batch_rows`), and the column chunks of a row group as stored
+    (at most CHUNK_BYTES each).
     """
     files = _Files(task, schema, store, dict(options or {}))
     with files:
@@ -255,10 +267,10 @@ class _Files:
         return self._open[1].take(part.start, part.rows)
 
     def check(self, number: int) -> None:
-        """Compare file `number` with the plan's record of it.
+        """Raise `_Changed` if file `number` differs from the plan's record of it.
 
-        Raises `_Changed` if they differ, `FileNotFoundError`, and errors of the store. For a
-        snapshot, only the size is compared.
+        For a snapshot, only the size is compared. Raises `FileNotFoundError` if the file is
+        missing, and errors of the store.
         """
         planned = self._task.files[number]
         store, path = self._place(number)
@@ -540,7 +552,8 @@ class ShardDatasource(UnjoinedBlocks):
         """Return the dataset of all blocks; `options` are those of `ray.data.read_datasource`.
 
         `DataContext.target_max_block_size` must be None when this is called (Ray copies the
-        context). Raises ValueError without tasks, which Ray cannot run.
+        context). Raises ValueError if there are no tasks, because Ray cannot read an empty list of
+        tasks.
         """
         if not self._read_tasks:
             raise ValueError("no units to read")

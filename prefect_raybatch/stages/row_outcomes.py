@@ -1,4 +1,8 @@
-"""The outcome of a row in the finish stage: output columns, a failure, or left out."""
+"""The outcome of a row in the finish stage.
+
+A row either has output columns, or failed, or is left out of the result because the user's function
+`output.postprocess` returned None for it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks the sampling fields that a row sets itself.
 
-A prompt function can set sampling fields for a row, which otherwise only vLLM would check. A row
-fails here if its fields are invalid, if the result cannot hold its answer, or if vLLM would
+A prompt function can set sampling fields for a row. Without this check, only vLLM would check them.
+A row fails here if its fields are invalid, if the result cannot hold its answer, or if vLLM would
 silently ignore or change a field.
 """
 

@@ -77,7 +77,10 @@ class RowText:
         return replace(self, fragments=tuple({*self.fragments, *parts}), _patterns={})
 
     def control_in(self, request: ChatRequest) -> str | None:
-        """Return the first control token in a request's text that comes from the row, or None."""
+        """Return the first control token in the row's text of a request; None if there is none.
+
+        Text of the job in the request does not count.
+        """
         for i, message in enumerate(request.messages):
             if i < request.job_messages:
                 continue
@@ -98,8 +101,9 @@ class RowText:
     def bad_role(self, request: ChatRequest) -> str | None:
         """Return the first message role that contains or becomes a control token, or None.
 
-        A role becomes one if the template writes it as `<|ROLE|>`. Roles cannot be replaced by
-        digits like other text, because a template compares them with names.
+        A role becomes a control token if the chat template writes it as `<|ROLE|>`. Such a role
+        must fail its row. In other text, a control token can be hidden from the chat template (see
+        `hidden`), but the template must see a role unchanged, because it compares roles with names.
         """
         for message in request.messages[request.job_messages :]:
             role = str(message["role"])
@@ -122,10 +126,10 @@ class RowText:
         return matches[0] if len(matches) > own else None
 
     def hidden(self, request: ChatRequest, keep: re.Pattern[str] | None = None) -> Hidden:
-        """Return the request with digits in place of the control tokens in its row text.
+        """Return the request with random digits in place of the control tokens in its row text.
 
-        In the assistant's messages, a control token that matches `keep` stays and gets the digits
-        SHOWN_TOKEN in front, by which `hide_kept_tokens` finds it.
+        In the assistant's messages, a control token that matches `keep` stays. The digits
+        SHOWN_TOKEN are put in front of it, so that `hide_kept_tokens` finds it.
         """
         texts: list[str] = []
 
@@ -161,7 +165,7 @@ class RowText:
         )  # a template trims spaces in front of the token
 
     def neutral(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with digits in place of all row text in its messages.
+        """Return the request with random digits in place of all row text in its messages.
 
         All control tokens in its rendered prompt then come from the chat template or the job (see
         `token_from_row`).
@@ -301,9 +305,10 @@ class RowText:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A request with digits in place of the control tokens of its row text, and their `texts`.
+    """A request in which random digits replace each control token of its row text.
 
-    The digits are HIDDEN_TEXT followed by the token's index in `texts`.
+    `texts` are the replaced control tokens. The digits are HIDDEN_TEXT, then the token's index in
+    `texts`.
     """
 
     request: ChatRequest

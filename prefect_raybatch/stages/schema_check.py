@@ -57,7 +57,11 @@ class SchemaCheck:
         self._validator = extend(kind, timed)(self.schema, registry=Registry())
 
     def __call__(self, value: object) -> None:
-        """Raise `AnswerMisfit` if the value does not fit the schema, or takes too long."""
+        """Raise `AnswerMisfit` if the value does not fit the schema.
+
+        Also raise it if the check takes too long, or if the schema refers to a definition that it
+        lacks.
+        """
         from jsonschema.exceptions import best_match
         from referencing.exceptions import Unresolvable
 
@@ -74,7 +78,10 @@ class SchemaCheck:
         raise AnswerMisfit(place, str(error.validator), error.message)
 
     def _left(self, rule: str) -> float:
-        """Return the seconds left to check the value; raise `AnswerMisfit` (`rule`) if none are."""
+        """Return the seconds left to check the value.
+
+        Raise `AnswerMisfit` if none are left; `rule` names the rule under check.
+        """
         left = self._until - time.monotonic()
         if left <= 0:
             raise self._late(rule)
@@ -126,7 +133,10 @@ class SchemaCheck:
                     yield from validator.descend(value, part, path=name, schema_path=pattern)
 
     def _additional(self, rule: Rule) -> Rule:
-        """Return `rule` (additionalProperties) changed to skip what patternProperties matches."""
+        """Return a version of `rule`, the check of additionalProperties, that takes bounded time.
+
+        It leaves out properties that match patternProperties, before `rule` is called.
+        """
 
         def checked(validator: Validator, value: Any, instance: Any, schema: SchemaPart) -> Errors:
             patterns = schema.get("patternProperties")

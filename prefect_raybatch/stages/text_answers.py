@@ -52,8 +52,10 @@ class TextAnswers:
     def outcomes(self, table: pa.Table) -> list[FinishedRow]:
         """Return the outcome of each row of a block with answers.
 
-        That is its output columns, its failure, or, if `output.postprocess` returned None for it,
-        that the result leaves it out.
+        An outcome is one of:
+        - the row's output columns;
+        - the row's failure;
+        - that the result leaves the row out, because `output.postprocess` returned None for it.
         """
         texts = self.texts(table)
         failures = self._failures(table, texts)

@@ -1,4 +1,4 @@
-"""Turns rows into the texts of a pooling task (one text or a pair), and texts into tokens.
+"""Turns rows into the texts of a pooling task (one or two per row), and texts into tokens.
 
 No chat template surrounds the text, and the tokenizer adds its special tokens: this is what
 embedding and classifying models are trained on, and what vLLM's `LLM.embed` does.
@@ -55,10 +55,11 @@ RowRequests = tuple[ChatRequest, ...]  # one for each text of a row
 
 @dataclass(frozen=True)
 class Input:
-    """The texts of a row, and the tokenizer for them: `plain`, or the model's own if it is None.
+    """The texts of a row for the tokenizer.
 
-    `plain` is a copy of the model's tokenizer that encodes control tokens of the row as plain text.
-    For it, the texts have marks in front of control tokens that come from the job.
+    The tokenizer is the model's own if `plain` is None. Otherwise it is `plain`, a copy that
+    encodes control tokens of the row as plain text. Texts for `plain` have a mark in front of each
+    control token that comes from the job.
     """
 
     texts: tuple[str, ...]
@@ -71,10 +72,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a row's one or two prompts; `cut`: they were shortened.
+    """Token ids of each prompt of a row, which has one or two prompts.
 
-    `types_from` is the index of the first token of a pair's second text, None if the tokenizer
-    returns no token types.
+    `cut`: the prompts were shortened. `types_from` is the index at which the second text begins, in
+    a prompt with two texts. It is None for one text, or if the tokenizer returns no token types.
     """
 
     ids: tuple[TokenIds, ...]
@@ -91,7 +92,10 @@ class Truncation(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PrepareTexts(Prepare):
-    """The prepare stage for a pooling task; `texts`: one text, a pair or two texts per row."""
+    """The prepare stage for a pooling task, such as embed, classify or score.
+
+    `texts` says whether a row has one text, two texts in one prompt, or two texts in two prompts.
+    """
 
     texts: Texts = Texts.ONE
 
@@ -118,16 +122,17 @@ class PrepareTexts(Prepare):
         return timed(table, "prepare", began)
 
     def requests(self, table: pa.Table) -> list[ChatRequest | Failure]:
-        """Return a request for each row, with one message for each of its texts, or a failure."""
+        """Return each row's request, or its failure; a request has a message for each text."""
         return list(map(_as_request, self._given(table)))
 
     def prompts(
         self, table: pa.Table
     ) -> tuple[list[ChatRequest | Failure], list[TokenIds | Failure]]:
-        """Return an empty request and the prompt tokens of each row; no prompt is cut to the limit.
+        """Return (an empty request for each row, each row's prompt tokens).
 
-        If a row has two prompts, the tokens are those of the longer one. If a text is far too long,
-        they are the tokens of a part of it, which are still more than the model takes.
+        No prompt is cut to the limit. A failed row has its failure in both lists. If a row has two
+        prompts, the tokens are those of the longer one. Of a text that is far too long, only a part
+        is tokenized. That part still has more tokens than the model takes.
         """
         made = self._encoded(self._given(table), None, self._limit())
         requests = [m if isinstance(m, Failure) else ChatRequest([]) for m in made]

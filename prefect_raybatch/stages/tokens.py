@@ -108,8 +108,9 @@ class TemplateLimit:
     def __call__(self, apply: Callable[[], Made], rows: int = 1) -> Made:
         """Call `apply`, which renders `rows` rows, and return its result.
 
-        Raise `TemplateTooSlow` if the call takes over `seconds`, or if LATE_ROWS earlier rows did.
-        A slow call for several rows does not count among these: its rows are tried one by one.
+        Raise `TemplateTooSlow` if the call takes over `seconds`. Raise it at once if LATE_ROWS
+        earlier calls took over `seconds`. Only calls for a single row count: after a slow call for
+        several rows, the caller tries these rows one by one.
         """
         if self._late_rows >= LATE_ROWS:
             raise TemplateTooSlow(
@@ -239,8 +240,9 @@ def guarded_request(
 ) -> ChatRequest | Failure | None:
     """Return the request if its row text and roles have no control token.
 
-    Else return the row's failure, or None if the control tokens must be encoded as plain text.
-    `rows`: how the job treats control tokens in rows (`prompt.special_tokens_in_rows`).
+    Return the row's failure if a role has one, or if row text has one and the job refuses it.
+    Return None if row text has one that must be encoded as plain text. `rows` is the job's
+    `prompt.special_tokens_in_rows`. A failure is returned unchanged.
     """
     if isinstance(request, Failure):
         return request
@@ -278,9 +280,10 @@ def _guard_of(tokenizer: Tokenizer, template: str | None) -> RowText | None:
 
 
 def guard_of(tokenizer: Tokenizer, chat: Chat | None = None) -> RowText | None:
-    """Return the `RowText` that finds control tokens of `tokenizer` in rows; None if it has none.
+    """Return the `RowText` that finds control tokens of `tokenizer` in rows.
 
     With `chat`, it also finds the parts that the chat template would complete to control tokens.
+    Return None if the tokenizer has no control tokens.
     """
     return row_text(tokenizer) if chat is None else _guard_of(tokenizer, chat.template)
 
@@ -432,12 +435,12 @@ def _tokens_of(
 def long_tokens(
     tokens: Callable[[list[str]], list[TokenIds]], text: str, most: int, end: bool = False
 ) -> TokenIds:
-    """Return the tokens of a text, or of a part of it as a `LongPrompt` if it is far too long.
+    """Return the tokens of a text; if it is far too long, those of a part of it as a `LongPrompt`.
 
-    `tokens` tokenizes a list of texts. Tokenizes the first characters of the text (the last ones
-    if `end`), then more and more of them, until these have clearly more than `most` tokens or there
-    are CHARACTERS_A_TOKEN_AT_MOST characters for each of `most` tokens. If the whole text is
-    reached first, returns all its tokens, which may be more than `most`.
+    `tokens` tokenizes a list of texts. The part is the beginning of the text, or its end if `end`
+    is true. Ever longer parts are tokenized, until one has clearly more than `most` tokens, or has
+    CHARACTERS_A_TOKEN_AT_MOST characters for each of `most` tokens. If the part would be the whole
+    text before that, all its tokens are returned. They may be more than `most`.
     """
     size = most * CHARACTERS_A_TOKEN
     bound = most * CHARACTERS_A_TOKEN_AT_MOST
@@ -631,7 +634,10 @@ def fitting_tokens(tokens: TokenIds, limit: int | None) -> TokenIds | Failure:
 
 
 def prompt_too_long(count: str, limit: int | None) -> Failure:
-    """Return the failure for a prompt of `count` tokens (as text); `limit` None: unknown."""
+    """Return the failure for a prompt of `count` tokens (as text).
+
+    `limit` is the limit of tokens that the job sets; None: only the model's context limits them.
+    """
     room = "the model's context" if limit is None else f"engine.max_model_len {limit}"
     return Failure(
         "prepare",

@@ -105,9 +105,9 @@ class TrialEngine:
     def _answered(self, blocks: list[pa.Table]) -> list[pa.Table]:
         """Return the blocks with their answers.
 
-        A block with which the engine died is sent once more, alone; if the engine dies again, the
-        block is left out. Raises `EngineFailure` if none is left, and the error of
-        a fatal loss.
+        A block with which the engine died is sent once more, alone. If the engine dies again, the
+        block is left out. Raises `EngineFailure` if every block was left out. If a block is lost
+        for a fatal reason, raises that error.
         """
         with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))

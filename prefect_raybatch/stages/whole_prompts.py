@@ -32,14 +32,16 @@ def with_whole_prompts(
 ) -> dict[str, Any]:
     """Return vLLM's `arguments`, changed so that seeds do not crash an engine on a CPU.
 
-    If answers are sampled with a seed, or the job switches chunked prefill off, no prompt is
-    processed in parts, and a step has room for the longest prompt. Do not call it for a GPU unless
-    the job switches chunked prefill off.
+    Prompts must be processed whole if answers are sampled with a seed, or if the job switches
+    chunked prefill off. Then chunked prefill is off, and a step has room for the longest prompt. Do
+    not call this for a GPU unless the job switches chunked prefill off.
 
     `given` has the arguments that the job sets, `sampling` the job's sampling fields. `rows_may`: a
-    row may set a seed itself. If only rows may, the step is not enlarged, and prompts are processed
-    whole only if the longest one fits into it. `length` returns how many tokens the model takes
-    (None if unknown: nothing is changed); it is called only if prompts may have to be whole.
+    row may set a seed itself. If only rows may set one, the step is not enlarged: prompts are
+    processed whole only if the longest one fits into a step.
+
+    `length` returns the most tokens that the model takes. It is called only if prompts may have to
+    be whole. If it returns None (unknown), nothing is changed.
 
     Raises `ConfigError` if the job sets an argument with which the engine would crash.
     """

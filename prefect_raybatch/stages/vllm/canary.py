@@ -48,10 +48,13 @@ def _words(cause: str) -> str:
 def loss_by_note(predecessor: PredecessorNote) -> Loss | None:
     """Return why the run must end, given the note of the dead actor that this one replaces.
 
-    Return None if the run goes on. It ends if the actor died of the health-check prompt with the
-    same error as the engine before, or as the PROMPT_TRIES-th in a row. It also ends if the actor
-    was at least the ENGINE_STARTS-th in a row to die during engine start, and its note has an
-    error.
+    The run ends in these cases:
+    - the actor died of the health-check prompt, with the same error as the engine before;
+    - it died of that prompt, and so did the actors before it: PROMPT_TRIES or more in a row;
+    - it died during engine start, as did the actors before it, ENGINE_STARTS or more in a row, and
+      its note has an error.
+
+    Return None if the run goes on.
     """
     told = predecessor.cause != process_note.SILENT
     again = told and is_same_error(predecessor.before, predecessor.cause)

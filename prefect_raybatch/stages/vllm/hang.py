@@ -52,8 +52,9 @@ class HangWatch:
 def end_process(cause: str) -> NoReturn:
     """Log `cause`, dump all thread stacks, and end this process.
 
-    The whole process ends because a hung thread cannot be ended alone. Callers are not told first:
-    work that they then sent would be blamed for the death.
+    The whole process ends because a hung thread cannot be ended alone. Callers that wait for the
+    engine are not told before. If they were, they might send further requests, and these would be
+    blamed for the death of the process.
     """
     log.critical("%s; process %d ends itself and is restarted", cause, os.getpid())
     with contextlib.suppress(Exception):  # even if stderr is closed, the process must end

@@ -261,7 +261,10 @@ def vector_of(output: RequestOutput) -> np.ndarray | None:
 
 
 def first_logprobs(output: RequestOutput) -> dict[int, float] | None:
-    """Return {token id: log probability} at the first answer's first token; None without any."""
+    """Return {token id: log probability} at the first token of the first answer.
+
+    None if the engine reported no log probabilities.
+    """
     steps = output.outputs[0].logprobs
     if not steps:
         return None

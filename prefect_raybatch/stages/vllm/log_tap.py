@@ -1,7 +1,8 @@
 """Passes vLLM's log records in this process to listeners, even if vLLM replaces its handlers.
 
-vLLM (0.32) configures its loggers again in an engine's core process, which removes handlers added
-before. It keeps the factory of log records (it wraps it), so the listeners are called from there.
+vLLM (0.32) configures its loggers again in an engine's core process. That removes earlier log
+handlers, but not the factory of log records, which vLLM only wraps. So the listeners are called by
+a factory, not by a handler.
 """
 
 from __future__ import annotations

@@ -167,10 +167,13 @@ def _children(pid: int) -> list[int]:
 
 
 def _look(root: int, root_command: bytes, seen: EngineProcesses) -> None:
-    """Update `seen`: drop ended processes, add engine processes below `root` and below seen ones.
+    """Update `seen`, the engine processes found so far.
 
-    `root` is the id of the watched process, `root_command` its command line. A child with the same
-    command line may be a fork that will become an engine process; it is added as uncertain (False).
+    Drop ended processes. Add engine processes among the descendants of `root` and of processes in
+    `seen`. `root` is the id of the watched process, `root_command` its command line.
+
+    The value of a process is whether it is certainly an engine process. It is False for a child
+    with the same command line as `root`: it may be a fork that will become an engine process.
     """
     for process in [process for process in seen if not _alive(process)]:
         del seen[process]

@@ -47,13 +47,16 @@ variable.
 
 
 def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
-    """Return an engine's arguments with fewer CUDA graph sizes, or unchanged.
+    """Return an engine's arguments with fewer CUDA graph sizes.
 
-    They stay unchanged if they set an option that decides about graphs (DECIDE_GRAPHS) or lack
-    max_num_seqs, and on GPUs from Blackwell on. `capability` is the major number of the GPU's
-    compute capability. vLLM pads a step to the next size. By itself it captures 51 sizes up to
-    `MOST_TOKENS` tokens, each twice; with these arguments at most 22. The pooling runner gets none:
-    it processes a prompt in one step, so nearly all of its steps have more tokens than the largest
+    The arguments are returned unchanged in these cases:
+    - they set an option that decides about graphs (DECIDE_GRAPHS);
+    - they lack max_num_seqs;
+    - the GPU is Blackwell or newer. `capability` is the major number of its compute capability.
+
+    vLLM pads a step to the next size. By itself it captures 51 sizes up to `MOST_TOKENS` tokens,
+    each twice; with these arguments at most 22. For the pooling runner, no graphs are captured: it
+    processes a prompt in one step, so nearly all of its steps have more tokens than the largest
     graph.
     """
     seqs = arguments.get("max_num_seqs")
@@ -70,10 +73,13 @@ def with_fewer_graphs(arguments: EngineFields, capability: int) -> EngineFields:
 def memory_settings(request: ModelRequest, gpus: int, images: bool) -> Mapping[str, str]:
     """Return environment variables by which an engine reuses an earlier measurement of memory.
 
-    `gpus` is the number of GPUs of the engine. With several, the result is {}: each process would
-    decide for itself whether to measure, and then wait for the others. vLLM compares `IN_KEY`, the
-    model, the GPU and its free memory before it uses a stored measurement. So the result is {} too
-    if the job sets other arguments, variables or load formats, or if prompts have `images`.
+    The result is {} in these cases:
+    - the engine has several GPUs (`gpus`): each process would decide for itself whether to measure,
+      and then wait for the others;
+    - the job sets arguments, variables or load formats that vLLM does not compare. Before vLLM uses
+      a stored measurement, it compares the arguments `IN_KEY`, the model, the GPU and its free
+      memory;
+    - prompts have `images`, which vLLM does not compare either.
     """
     load = request.vllm_arguments.get("load_format", "auto")
     differs = request.vllm_arguments.keys() - IN_KEY - {"load_format"} or request.env or images
