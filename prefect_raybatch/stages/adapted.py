@@ -18,11 +18,13 @@ Adapter = tuple[str, int, str]  # name, number from 1 on, folder on this node
 class Adapted:
     """The LoRA adapters of a plan (`pinned`, by name), and how to choose a row's adapter.
 
-    `column` is the input column that holds the name of each row's adapter; None: all rows use the
-    only adapter, whose name is "". `null`: the base model answers rows in which `column` is null;
-    otherwise they fail. `alone`: the engine can answer rows with the base model while others use
-    adapters. It is false on a CPU, where vLLM answers a row without an adapter with the adapter of
-    another row (measured with vLLM 0.29).
+    `column` is the input column that holds the name of each row's adapter. If it is None, all rows
+    use the only adapter, whose name is "".
+
+    If `null` and `alone` are both true, the base model answers rows in which `column` is null;
+    otherwise these rows fail. `null` is the job's choice. `alone` says whether the engine can
+    answer rows with the base model while others use adapters. It is false on a CPU, where vLLM
+    answers a row without an adapter with the adapter of another row (measured with vLLM 0.29).
     """
 
     column: str | None
@@ -52,9 +54,10 @@ class Adapted:
     def row_adapters(
         self, table: pa.Table, here: Mapping[str, Adapter]
     ) -> tuple[list[Adapter | None], dict[int, Failure]]:
-        """Return each row's adapter (None: base model, or a failed row), and failures by row index.
+        """Return each row's adapter, and {row index: failure}.
 
-        `here` is the result of `copy_to_node`.
+        The adapter is None for a row that the base model answers, and for a failed row. `here` is
+        the result of `copy_to_node`.
         """
         if not self.pinned:
             return [None] * table.num_rows, {}

@@ -72,9 +72,9 @@ class FirstAnswers:
     `data` and `failed` are the files of the first model's valid and failed rows; rows are looked up
     by row number. `unsure` is the number of rows that meet the conditions of `cascade`.
 
-    `escalated` of these rows get the larger model's answer. If `last` is None, all of them do.
-    Otherwise `last` is a (sureness, row number): unsure rows up to it in this order get the answer,
-    and so do the rows in `again`.
+    `escalated` is the number of unsure rows that get the larger model's answer. If `last` is None,
+    all of them get it. Otherwise `last` is the (sureness, row number) of the last one that gets it,
+    in ascending order of these pairs; rows in `again` get it too.
 
     `again` and `checked` are ascending row numbers. In a retry run, `again` has the rows that an
     earlier run sent to the larger model. The larger model answers the rows in `checked` only for
@@ -145,9 +145,9 @@ class FirstAnswers:
 def sureness_of(first: FirstAnswers, numbers: np.ndarray) -> np.ndarray:
     """Return float64[rows]: how sure the first model was of its answers, by row `numbers`.
 
-    For an unsure row, it is the cascade's measure: a probability or a mean log probability. It is
-    infinity for a row that keeps the first model's outcome, and minus infinity for a row that
-    failed with an error of `failing_kinds`.
+    For an unsure row, it is the figure that the cascade compares with its threshold: a probability
+    or a mean log probability. It is infinity for a row that keeps the first model's outcome. It is
+    minus infinity for a row that failed with an error of `failing_kinds`.
     """
     cascade, sureness = first.cascade, np.full(len(numbers), np.inf)
     if kinds := failing_kinds(cascade):

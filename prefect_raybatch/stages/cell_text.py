@@ -45,9 +45,10 @@ def _without_zeros(text: str) -> str:
 
 
 def _alone(cell: pa.ChunkedArray, kind: pa.DataType, name: str) -> str | Failure | None:
-    """Return the text, `Failure` or None for the only value in `cell`, as `cell_texts` does.
+    """Return the text of the only value in `cell`.
 
-    A time that Python cannot represent gets its text from Arrow, if Arrow can write it.
+    The result is a `Failure` or None in the cases in which `cell_texts` returns one. A time that
+    Python cannot represent gets its text from Arrow, if Arrow can write it.
     """
     try:
         return _checked(cell.to_pylist()[0], kind, name)

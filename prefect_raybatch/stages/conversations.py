@@ -110,8 +110,8 @@ def _message(value: object, where: str, images: bool) -> Message:
 def _content(value: object, where: str, images: bool) -> str | list[object]:
     """Return a message's content as one text; text parts are joined by newlines, as in vLLM.
 
-    Content that has image parts, which only `images` allows, is returned as a list of parts.
-    `where` names the content in errors.
+    If the content has image parts, it is returned as a list of parts instead. Image parts raise an
+    error unless `images` is true. `where` names the content in errors.
     """
     if isinstance(value, str):
         return value

@@ -476,7 +476,8 @@ class EngineStage:
     def _share(self) -> EngineFields:
         """Return the engine arguments for this engine's share of the GPU.
 
-        They are computed anew if the GPU has less memory than planned, or was unknown at planning.
+        These are the planned ones. They are computed anew if the plan did not know the GPU, or if
+        the GPU has less memory than the planned one.
         """
         there, share = internals.gpu_bytes(), self.launch.share
         if not share or there < SAME * self.launch.gpu_bytes:
@@ -565,8 +566,8 @@ class EngineStage:
     def _answers(self, engine: SteppedEngine, requests: list[Request]) -> list[Completion]:
         """Return the engine's answers to the requests, in their order.
 
-        If the job asks for label probabilities, one more request is sent per request for each later
-        fork of the labels (`label_probabilities.Fork`). `Completion.later` has the log
+        If the job asks for label probabilities, each request is followed by one more request for
+        each later fork of the labels (`label_probabilities.Fork`). `Completion.later` has the log
         probabilities of the possible tokens at each of these forks.
         """
         labels, run = self._labels, partial(self._meter.run, engine)

@@ -65,9 +65,9 @@ class Labels:
         return self.texts[b"".join(token_bytes[token] for token in tokens) + left[0]]
 
     def ended(self, tokens: Sequence[int], token_bytes: Sequence[bytes]) -> str | None:
-        """Return the label that all tokens but the last spell; None if they spell no label.
+        """Return the label that these tokens spell; None if they spell no label.
 
-        The last token is the end token.
+        The last token, the end token, is ignored.
         """
         return self.texts.get(b"".join(token_bytes[token] for token in tokens[:-1]))
 

@@ -8,10 +8,12 @@ far,
                exp(l(its next token)) / sum over all labels' next tokens of exp(l(other)),
 
 a softmax over the tokens that are allowed there. Where only one token is allowed, its probability
-is 1. This is exact: a constant added to all log probabilities at a place cancels out, such as the
-mass that vLLM's mask removed from the other tokens; so raw logits in place of log probabilities
-give the same. By default (`logprobs_mode: raw_logprobs`), vLLM reports log probabilities before
-temperature and penalties.
+is 1.
+
+This is exact, because a constant that is added to all log probabilities at a place cancels out. So
+it does not matter that vLLM's mask removes the probability of all other tokens, nor whether l is a
+log probability or a raw logit. By default (`logprobs_mode: raw_logprobs`), vLLM reports log
+probabilities before temperature and penalties.
 
 The request for the answer provides the log probabilities of its first token. Each later place takes
 one more request for one token. Its prompt ends with the tokens that the labels have in common; the

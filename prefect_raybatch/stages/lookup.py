@@ -272,8 +272,9 @@ def _failure(
 ) -> Failure | None:
     """Return why a row has no answer; None if it has one.
 
-    `key` is the key of the row's request as computed now, `held` the key of the stored answer.
-    `kind` is as in `LookUp.places`; `failed` is the request's failure in the requests phase.
+    `key` is the key of the row's request as computed now. `held` is the key of the stored answer;
+    if they differ, the row has no answer. `kind` is as in `LookUp.places`. `failed` is the
+    request's failure in the requests phase, if it failed there.
     """
     if isinstance(request, Failure):
         return request

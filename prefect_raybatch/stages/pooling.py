@@ -101,7 +101,9 @@ class Pooling:
 def _encodes(model: ModelRequest, config: ModelConfig) -> bool:
     """Return whether a model is an encoder, which processes a prompt in one step.
 
-    It is if vLLM can generate text with none of the architectures in the model's config.
+    A model is an encoder if vLLM cannot generate text with any architecture that its config names.
+    The task in an architecture's name does not count: vLLM generates text with Qwen3ForCausalLM, so
+    Qwen3ForSequenceClassification is no encoder.
     """
     names = tasks.architectures(tasks.overridden(model, config))
     decoders = vllm_fields.generating_models() or ()

@@ -33,7 +33,8 @@ def result_columns(
 ) -> tuple[tuple[str, str], ...]:
     """Return (name, type as text) of each result column that is not from the input.
 
-    If the types of a postprocess function's columns are not declared, one entry stands for all.
+    If the types of a postprocess function's columns are not declared, a single entry stands for all
+    of these columns.
     """
     answers, made = sampling.answers, named_answers(output, sampling, task)
     made += [(name, str(extra_type(name, answers))) for name in output.extras]

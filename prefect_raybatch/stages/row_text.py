@@ -148,11 +148,11 @@ class RowText:
         return Hidden(self._changed(request, text_of), texts)
 
     def hide_kept_tokens(self, prompt: str, hidden: list[str]) -> str:
-        """Return a rendered prompt with digits in place of the row's remaining control tokens.
+        """Return a rendered prompt with random digits in place of the control tokens left in it.
 
-        These are the tokens that the method `hidden` left in the messages for the chat template to
-        see. The text of each one that is still in the prompt is appended to the list `hidden`; the
-        digits contain its index.
+        The method `hidden` left these tokens of the row in the messages so that the chat template
+        sees them. The template may have dropped some. The text of each remaining token is appended
+        to the list `hidden`; the digits in its place contain its index in the list.
         """
 
         def hide(match: re.Match[str]) -> str:

@@ -174,9 +174,9 @@ def render(
 
 
 def _given(chat: Chat, documents: list[Document] | None) -> dict[str, object]:
-    """Return the keyword arguments for `apply_chat_template`; those that are not set are left out.
+    """Return the keyword arguments for `apply_chat_template`.
 
-    An unusual tokenizer may not accept all of them.
+    Arguments that are not set are left out, because an unusual tokenizer may not accept them.
     """
     given: dict[str, object] = {
         "chat_template": chat.template,
@@ -461,10 +461,11 @@ def messages_text(messages: Messages) -> str:
 
 
 def longest_text(tokenizer: Tokenizer, text: str, most: int) -> TokenIds | LongPrompt:
-    """Return the tokens of a text, as a `LongPrompt` if they are far more than `most`.
+    """Return the tokens of a text that may be far too long; a `LongPrompt` if it is.
 
-    Returns [] without tokenizing if the text has at most CHARACTERS_A_TOKEN characters for each of
-    `most` tokens.
+    It is far too long if it has clearly more than `most` tokens. A text with at most
+    CHARACTERS_A_TOKEN characters for each of `most` tokens is taken to be short enough: for such a
+    text, [] is returned without tokenizing it.
     """
     if len(text) <= most * CHARACTERS_A_TOKEN:
         return []

@@ -113,7 +113,10 @@ def finish_of(task: Pooling | None, *args: Any, **more: Any) -> Finish:
 
 
 def vectors_of(table: pa.Table) -> np.ndarray:
-    """Return the vectors of a block as float32[rows, dimension]; rows without one are arbitrary."""
+    """Return the vectors of a block as float32[rows, dimension].
+
+    A row without a vector has arbitrary values.
+    """
     column = table[VECTOR].combine_chunks()
     size = column.type.list_size
     flat = column.values.slice(column.offset * size, len(column) * size)

@@ -415,7 +415,10 @@ def _too_long(tokens: int, limit: str) -> HostedAnswer:
 
 
 def _never_fits(text: str) -> bool:
-    """Return whether a 429 says that the request alone has more tokens than its limit."""
+    """Return whether a 429 response says that the request has more tokens than the limit.
+
+    Such a request cannot succeed later, even if it is sent alone. `text` is the response's text.
+    """
     found = LIMIT_AND_REQUESTED.search(text)
     return found is not None and _number(found[2]) > _number(found[1])
 

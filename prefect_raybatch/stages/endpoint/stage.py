@@ -155,7 +155,7 @@ class EndpointStage(EngineStage):
 
 
 def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
-    """Convert an answer to a `Completion`, as a vLLM engine returns.
+    """Convert a hosted model's answer to a `Completion`, the form in which vLLM's engine answers.
 
     The server reports only the total number of output tokens. So the token ids are zeros, as many
     as were reported, distributed evenly over the choices.

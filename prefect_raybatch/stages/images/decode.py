@@ -135,7 +135,10 @@ def looks_like(start: bytes) -> str | None:
 
 
 def _opened(data: bytes, policy: Policy) -> Image:
-    """Return the image before its pixels are decoded; raise `BadImage` if invalid or too large."""
+    """Open an image without decoding its pixels, and return it.
+
+    Raise `BadImage` if its header is invalid, or if it has too many pixels.
+    """
     import PIL.Image
 
     try:

@@ -1,4 +1,4 @@
-"""Fetches an image's bytes: from the row itself, a declared folder, or a store."""
+"""Fetches an image's bytes: from the row itself, a declared folder, a store, or over http(s)."""
 
 from __future__ import annotations
 

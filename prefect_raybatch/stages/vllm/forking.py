@@ -49,12 +49,15 @@ _begun = False  # whether cores are forked from the server
 
 
 def begin_fork_server(arguments: EngineFields) -> None:
-    """Start this process's fork server, unless vLLM's core runs in this process; do not wait.
+    """Start this process's fork server; do not wait until it is ready.
 
-    Call it before vLLM is imported. `arguments` are fields of vLLM's `EngineArgs`. It does nothing
-    if vLLM starts its processes in another way: bound to NUMA nodes (by another program), by Ray,
-    or as VLLM_WORKER_MULTIPROC_METHOD says. It also does nothing on other systems than Linux, and
-    if it has already started the server.
+    Call it before vLLM is imported. `arguments` are fields of vLLM's `EngineArgs`. Does nothing in
+    these cases:
+    - the server was started before;
+    - vLLM's core runs in this process;
+    - vLLM starts its processes in another way: bound to NUMA nodes (by another program), by Ray, or
+      as VLLM_WORKER_MULTIPROC_METHOD says;
+    - the system is not Linux.
     """
     global _begun
     otherwise = arguments.get("numa_bind") or arguments.get("distributed_executor_backend") == "ray"
@@ -67,7 +70,10 @@ def begin_fork_server(arguments: EngineFields) -> None:
 
 
 def core_apart() -> bool:
-    """Return whether vLLM's core runs in a separate process, by the variable CORE_APART."""
+    """Return whether vLLM's core runs in a separate process.
+
+    The environment variable that CORE_APART names decides: it does if the variable is 1 or not set.
+    """
     return os.environ.get(CORE_APART, "1") == "1"
 
 
@@ -109,10 +115,10 @@ def fork_server_here() -> None:
 
 
 def _close_other_end(pipe: int) -> None:
-    """Close this fork's copy of the other end of `pipe`, which would keep the fork server alive.
+    """Close this fork's copy of the other end of `pipe`.
 
-    The server ends once no process holds that end any more. Other descriptors stay open: imports
-    have opened some, and NVML needs them.
+    The fork server ends once no process holds that end any more, so the copy would keep it alive.
+    Other descriptors stay open: imports have opened some, and NVML needs them.
     """
     found = os.fstat(pipe)
     for descriptor in map(int, os.listdir("/proc/self/fd")):

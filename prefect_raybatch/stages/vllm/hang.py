@@ -23,9 +23,9 @@ STATUS = 70  # exit status of a process that ends itself: EX_SOFTWARE of sysexit
 class HangWatch:
     """Detects a step that has taken longer than allowed; call `look` about every second.
 
-    `seconds` is the time limit of a step, twice that until the engine's first answer; None: no
-    limit. At most two seconds of the time between two calls count, because a process that was
-    suspended, or got no CPU, could not have seen the step return.
+    `seconds` is the time limit of a step, None for no limit. It is doubled until the engine's first
+    answer. Of the time between two calls, at most two seconds count: if this process was suspended,
+    or got no CPU, it could not have seen the step return.
     """
 
     def __init__(self, seconds: float | None):

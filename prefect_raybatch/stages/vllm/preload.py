@@ -1,4 +1,4 @@
-"""Imports what both processes of an engine need, its front and its core.
+"""Imports the modules that both an engine's front process and its core process need.
 
 The processes from which these are forked import this module. See `stages/vllm/forking.py`.
 """

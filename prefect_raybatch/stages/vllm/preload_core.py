@@ -1,6 +1,6 @@
-"""Imports what the core of an engine needs and its other processes do not.
+"""Imports the modules that only the core process of an engine needs.
 
-The core's fork server imports it after `preload`. See `prefect_raybatch.stages.vllm.forking`.
+The core's fork server imports this module after `preload`. See `stages/vllm/forking.py`.
 """
 
 from __future__ import annotations
