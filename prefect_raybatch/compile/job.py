@@ -60,10 +60,10 @@ class Planned:
     The files and classes that the job names may have changed since the plan was made. `context` is
     the context length that `max_model_len: auto` resolved to, None without `auto`. `schema` and
     `chat_template` are the texts that were read from files or classes, None if the job has no
-    answer schema or no chat template. `names` maps `row_number` and `column`
-    (AUTO_RENAMED_COLUMNS) to the column names in the plan; a missing key stands for the default
-    name. `layout` is the layout of the result's files. `check` is how many rows both models of a
-    cascade answer: all attempts must choose the same random sample.
+    answer schema or no chat template. `names` maps `row_number` and `column` (AUTO_RENAMED_COLUMNS)
+    to the column names in the plan; a missing key stands for the default name. `layout` is the
+    layout of the result's files. `check` is the number of rows that both models of a cascade
+    answer. It is fixed because all attempts must choose the same random sample.
     """
 
     context: int | None
@@ -91,8 +91,9 @@ def compile_job(
 ) -> RunSpec:
     """Return the `RunSpec` of a job.
 
-    `columns` are the input's column names. While they are unknown (None), image columns are not
-    left out of the result, and a result column is renamed only if output.columns has its name.
+    `columns` are the input's column names, None while they are unknown. In that case the result
+    includes image columns, and a result column is renamed only if output.columns has its name.
+
     `planned` has the values that the run's plan fixed. Without it, the answer schema is read from
     the job's file or class, and the chat template is the job's value, which may still be a file
     name. Raises `CorruptRun` if `planned` lacks a context length or chat template that the job
@@ -512,7 +513,11 @@ def _without_secrets(value: dict[str, Any], engine: Engine) -> None:
 
 
 def _without_key(value: dict[str, Any]) -> None:
-    """Remove what may be secret from the hosted model in `value`, the plain values of a group."""
+    """Remove the key, and tokens in the URL, of a hosted model.
+
+    `value` holds the plain values of the group whose `endpoint` is the hosted model. It is changed
+    in place.
+    """
     endpoint = value.get("endpoint", {})
     endpoint.pop("key", None)
     if endpoint.get("url"):

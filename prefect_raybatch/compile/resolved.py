@@ -51,9 +51,9 @@ class Resolved:
     `model.check` has checked the model's files. In a cascade, `first` is the job of the first
     model, and `pinned_model` is the larger model.
 
-    `classifier` has the bytes of the job's classifier file, and `training` the record of its
-    training: the fields and the model that it was trained with. `of` compares the job with this
-    record; while the model is not pinned, only by the model's name.
+    `classifier` has the bytes of the job's classifier file. `training` records the fields and the
+    embedding model with which the classifier was trained. `of` raises an error if the job does not
+    agree with this record. While the model is not pinned, it compares only the model's name.
     """
 
     job: BatchJob
@@ -73,10 +73,10 @@ class Resolved:
     ) -> Resolved:
         """Return the job resolved with `model`; `retry` names the failed rows of a retry run.
 
-        `model` is as a plan records it, None if it is not pinned yet. For `retry`, see
-        `fingerprint`. Reads the files of the chat template and the classifier; `resolve` also loads
-        the answer schema. Raises `ConfigError` for a classifier that was trained for other fields,
-        other labels or another model.
+        `model` is as a plan records it, None if it is not pinned yet. `retry` has the form of
+        `Identity.retry`. Reads the files of the chat template and the classifier, but not the
+        answer schema, which `resolve` loads. Raises `ConfigError` for a classifier that was trained
+        for other fields, other labels or another model.
         """
         if job.prompt.chat_template is not None:
             job = with_template_text(job, chat_template.template_text(job.prompt.chat_template))
@@ -140,7 +140,7 @@ class Resolved:
     def retrying(self, retry: Mapping[str, object] | None) -> Resolved:
         """Return the job with the failed rows in `retry` as its input, in place of the source.
 
-        For the form of `retry`, see `fingerprint`. If it is None, the input is the source.
+        `retry` has the form of `Identity.retry`. If it is None, the input is the job's source.
         """
         if retry == self.identity.retry:
             return self
@@ -149,11 +149,11 @@ class Resolved:
 
 
 def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None) -> Resolved:
-    """Return the job resolved; `retry` names the failed rows of a retry run (see `fingerprint`).
+    """Return the job resolved; `retry` names the failed rows of a retry run (see `Identity.retry`).
 
     A job that is resolved already is not resolved again; only a `retry` replaces its input. Uses
     the network only for files in remote folders. Raises `ConfigError` for anything that the policy
-    forbids, a missing model, and functions that cannot be imported.
+    forbids, for a missing model, and for functions that cannot be imported.
     """
     if isinstance(job, Resolved):
         return job.retrying(retry) if retry is not None else job
@@ -165,7 +165,10 @@ def resolve(job: BatchJob | Resolved, retry: Mapping[str, object] | None = None)
 
 
 def _folder_model(request: ModelRequest) -> dict[str, Any] | None:
-    """Return the pinned model if bundled, hosted or in a folder; None for a Hugging Face name."""
+    """Return the model as a plan records it; None for a Hugging Face name.
+
+    A Hugging Face name is not looked up here. Other models are bundled, hosted or in a folder.
+    """
     name = request.name
     is_here = name == models.DEMO or is_remote(name) or os.path.exists(name)
     return models.pin(request) if is_here else None
@@ -253,12 +256,14 @@ def fingerprint(
     model: Mapping[str, Any] | None = None,
     retry: Mapping[str, Any] | None = None,
 ) -> Identity:
-    """Return the SHA-256 of everything in the job that can change an answer, and its parts by name.
+    """Return the job's fingerprint and the parts from which it is computed, by name.
 
-    For a classifier, and for a model in a local or s3:// folder, the content of the files is
-    hashed; a Hugging Face name is hashed as written, because the plan pins its commit when the run
-    begins. `model` is the model as a plan records it, None if it is not pinned yet. `retry` names
-    failed rows that are the input, in place of the source (see `Identity.retry`).
+    The fingerprint is a SHA-256 of everything in the job that can change an answer. For a
+    classifier, and for a model in a local or s3:// folder, the content of the files is hashed. A
+    Hugging Face name is hashed as written, because the plan pins its commit when the run begins.
+
+    `model` is the model as a plan records it, None if it is not pinned yet. `retry` names failed
+    rows that are the input, in place of the source (see `Identity.retry`).
     """
     parts = answer_fields(job)
     if found := adapters.identities(model_request(job.engine)):

@@ -214,7 +214,10 @@ def closed(part: object) -> object:
 
 
 def schema_sampling_fields(sampling: Mapping[str, object], schema: str | None) -> dict[str, Any]:
-    """Return the sampling fields with `schema` as structured output; unchanged if it is None."""
+    """Return sampling fields that make vLLM write JSON that matches `schema`.
+
+    If `schema` is None, returns the fields as they are.
+    """
     if schema is None:
         return dict(sampling)
     form = {

@@ -38,8 +38,8 @@ class AnswerShape:
     """Type of one value of an answer.
 
     `names` holds a struct's properties, `item` is the type of the values in a list or map. `why`
-    says why a value of kind json is stored as JSON text instead of a column type of its own.
-    `values` are the only values besides null that the schema allows, () if it does not list them.
+    says why a value of kind json is stored as JSON text instead of a column type of its own. If the
+    schema lists the allowed values, `values` holds those that are not null; otherwise it is empty.
     """
 
     kind: AnswerKind
@@ -144,11 +144,12 @@ def _shape(schema: _Schema, part: object, path: tuple[str, ...]) -> AnswerShape:
 
 
 def _only_member(part: dict[str, Any]) -> tuple[object, bool] | None:
-    """Return the only non-null member of a union, and whether the union allows null.
+    """Return (the only non-null member of a union, whether the union allows null).
 
-    A union is an anyOf, oneOf or allOf, or a list of types. Returns None if it has several non-null
-    members, if an anyOf, oneOf or allOf stands beside a type or other rules, and if `part` is no
-    union.
+    A union is an anyOf, oneOf or allOf, or a list of types. Returns None in three cases:
+    - `part` is not a union,
+    - the union has several non-null members,
+    - an anyOf, oneOf or allOf stands beside a type or other rules.
     """
     composed = [word for word in COMPOSED if word in part]
     if len(composed) == 1 and composed[0] in ("anyOf", "oneOf", "allOf"):

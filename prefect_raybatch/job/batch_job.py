@@ -119,7 +119,7 @@ class BatchJob(Group):
 
     @property
     def effective_limits(self) -> Limits:
-        """`limits` of a run; its default for failed rows depends on the input."""
+        """The job's `limits`; if the input is a batch file, all rows may fail by default."""
         return with_batch_limits(self.source, self.limits)
 
     @field_validator("reuse")
@@ -353,7 +353,8 @@ def check_precision(job: BatchJob) -> None:
 def check_quality(job: BatchJob) -> None:
     """Raise ValueError if golden rows or a judge cannot be used with this job.
 
-    Raises it as well for a field of `quality` that has no effect without golden rows or a judge.
+    Also raises ValueError for a field of `quality` that has no effect, because it needs golden rows
+    or a judge and the job has none.
     """
     quality, output = job.quality, job.output
     if quality.golden is None:
@@ -433,10 +434,10 @@ def check_reasoning_parser(job: BatchJob) -> None:
 
 
 def check_logprobs(job: BatchJob) -> None:
-    """Raise ValueError if sampling.logprobs is not a number from 0 to the maximum.
+    """Raise ValueError if sampling.logprobs is not a whole number from 0 to the maximum.
 
-    The maximum is engine.max_logprobs, by default 20, and always 20 for a hosted model. Raises it
-    as well for sampling.logprobs beside output.probabilities.
+    The maximum is engine.max_logprobs, by default 20. For a hosted model it is always 20. Also
+    raises ValueError if both sampling.logprobs and output.probabilities are set.
     """
     logprobs = job.sampling.extra.get("logprobs")
     if logprobs is None:
@@ -468,7 +469,8 @@ def check_logprobs(job: BatchJob) -> None:
 def check_probabilities(job: BatchJob) -> None:
     """Raise ValueError if output.probabilities is set without labels, or with too many of them.
 
-    Raises it as well for output.probabilities beside sampling.n.
+    Also raises ValueError if output.probabilities is combined with several answers per row
+    (sampling.n).
     """
     if not job.output.probabilities or pools(job.engine.task):
         return
@@ -653,7 +655,11 @@ def _errors_of(job: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
 
 
 def check_token_limit(job: BatchJob) -> None:
-    """Raise ValueError if one answer may use up a hosted model's tokens_per_minute."""
+    """Raise ValueError if sampling.max_tokens is not below the hosted model's tokens_per_minute.
+
+    With several answers per row (sampling.n), compares the sum of their tokens. A job with a
+    prompt.function is accepted, because the function may set max_tokens for each row.
+    """
     endpoint, answer = job.engine.endpoint, job.sampling.max_tokens
     limit = endpoint.tokens_per_minute
     if limit is None or endpoint.batch or pools(job.engine.task) or job.prompt.function is not None:

@@ -1,7 +1,7 @@
 """Finds conflicts of a cascade or classifier with other fields of a job.
 
-These checks run before the others, several of which would fail with contradictory advice. Each
-conflict has one remedy, after which the job is accepted.
+These checks run before all other checks of a job. Several of the others would also fail, but with
+contradictory advice. Each conflict found here has one remedy, after which the job is accepted.
 """
 
 from __future__ import annotations

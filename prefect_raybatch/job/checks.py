@@ -116,7 +116,10 @@ def without_user(uri: str) -> str:
 
 
 def check_options(uri: str, options: Mapping[str, object]) -> None:
-    """Raise ValueError if the store of `uri` does not support one of the options."""
+    """Raise ValueError for an option that a Google or Azure store does not have.
+
+    Options of other stores, such as S3, are not checked.
+    """
     try:
         check_cloud_options(uri, options)
     except ValueError as error:
@@ -145,7 +148,7 @@ def check_uri(uri: str) -> str:
 
 
 def missing_path(path: str | os.PathLike[str]) -> str:
-    """Return a message that a local path does not exist; it names the folder looked in."""
+    """Return a message that a local path does not exist; it names the folder that was searched."""
     given = os.fspath(path).removeprefix("file://")
     folder, name = os.path.split(os.path.abspath(os.path.expanduser(given)))
     start = "" if os.path.isabs(given) else f" (relative paths start at {os.getcwd()})"
@@ -296,7 +299,7 @@ def check_count(value: object, most: int, auto: bool = True) -> Any:
 def path_of_non_finite(value: object) -> str | None:
     """Return the path of the first NaN or infinity in a plain value, such as `.bias.3`.
 
-    "" if the value is itself one; None if there is none.
+    Returns "" if `value` itself is NaN or infinity, and None if there is none in it.
     """
     if isinstance(value, float):
         return None if math.isfinite(value) else ""

@@ -23,10 +23,11 @@ RAY_CLUSTER = re.compile(r"ray-cluster/[a-z0-9][a-z0-9-]*")
 class ClusterAccess:
     """How to reach a cluster: by `address`, by `job_server`, or by creating it from `kubernetes`.
 
-    If all three are None, the cluster is that of RAY_ADDRESS or, without this variable, a local
-    one. `token` is Ray's authentication token; None stands for the environment's token. `headers`,
-    which include the token, are sent with each request to the job server. `block` names the Prefect
-    block with these settings, None if the job has them. The repr hides token and headers.
+    If all three are None, the environment variable RAY_ADDRESS names the cluster; without it, the
+    cluster is a local one. `token` is Ray's authentication token; None stands for the environment's
+    token. `headers`, which include the token, are sent with each request to the job server. `block`
+    names the Prefect block from which these settings were loaded. It is None if the job itself sets
+    them. The repr hides token and headers.
     """
 
     address: str | None = None
@@ -133,8 +134,8 @@ class Cluster(Group):
     def access(self) -> ClusterAccess:
         """How to reach the cluster.
 
-        Raises `ConfigError` if the job names a block whose settings were not loaded
-        (`with_blocks`).
+        Raises `ConfigError` if the job names a Prefect block that is not loaded yet. The function
+        `with_blocks` loads it.
         """
         if self._access is not None:
             return self._access

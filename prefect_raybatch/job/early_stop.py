@@ -33,7 +33,8 @@ PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty"
 def may_stop_early(arguments: Mapping[str, Any]) -> bool:
     """Return whether answers may be cut short in an engine with these vLLM arguments.
 
-    They may if only xgrammar's grammar, and no other argument, decides which tokens are allowed.
+    This needs xgrammar's grammar (backend auto or xgrammar). None of the arguments in NOT_BESIDE
+    may be set, because they could also decide which tokens are allowed.
     """
     forms = arguments.get("structured_outputs_config") or {}
     backend = forms.get("backend") if isinstance(forms, Mapping) else str(forms)

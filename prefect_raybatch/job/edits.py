@@ -53,7 +53,7 @@ def job_of_fields(fields: Mapping[str, Any], changes: Mapping[str, object], wher
 
 
 def first_of(job: BatchJob) -> BatchJob:
-    """Return the job of a cascade's first model, which answers all rows."""
+    """Return the job of the first model, which answers all rows; `job` must have a cascade."""
     return edited(job, first_changes(job.to_dict()), "the first model of the cascade")
 
 
@@ -67,9 +67,9 @@ def larger_of(job: BatchJob) -> BatchJob:
 def judging_job(job: BatchJob, rows: str, runs: str, max_cost: float | None = None) -> BatchJob:
     """Return the job in which the judge of `job` judges the answers in the file `rows`.
 
-    Its runs are written to the folder `runs` and cost at most `max_cost` (None: no limit). It uses
-    the cluster of `job`; but if runs are submitted there as Ray jobs, a hosted judge is called from
-    this machine.
+    The judge's runs are written to the folder `runs` and cost at most `max_cost` (None: no limit).
+    They use the cluster of `job`, with one exception: if that cluster gets its runs as Ray jobs, a
+    hosted judge is called from this machine instead.
     """
     value = judge_job(job.to_dict(), job.quality.judge, rows, runs, max_cost)
     access = job.cluster.access_if_loaded
@@ -134,7 +134,7 @@ def with_endpoint_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJo
 def with_endpoint_of(job: BatchJob, other: BatchJob) -> BatchJob:
     """Return `job` with `engine.endpoint` of `other`, but keep the key of `job`.
 
-    Both are the same job; the Prefect block of the hosted model is loaded in only one of them.
+    Both are the same job. In `other`, the Prefect block of the hosted model is loaded already.
     """
     endpoint = other.engine.endpoint.model_copy(update={"key": job.engine.endpoint.key})
     return job.model_copy(update={"engine": job.engine.model_copy(update={"endpoint": endpoint})})
@@ -144,7 +144,8 @@ def with_judge_fields(job: BatchJob, fields: Mapping[str, object]) -> BatchJob:
     """Return the job with the `fields` of its Prefect block added to `quality.judge.endpoint`.
 
     Fields that the job sets take precedence. Raises `ConfigError` if the job sets another URL than
-    the block, and if limits.max_cost needs prices that neither the job nor the block has.
+    the block. Also raises `ConfigError` if the judge's job is then invalid, for example if
+    limits.max_cost needs prices that neither the job nor the block has.
     """
     quality, judge = job.quality, job.quality.judge
     own = ModelEndpoint.model_validate(judge.endpoint)
@@ -250,9 +251,11 @@ def render_for_today(job: BatchJob) -> BatchJob:
 def render_placeholders(job: BatchJob, run_key: str, run_date: date | None = None) -> BatchJob:
     """Return the job with {run_date} and {run_key} filled in; unchanged without placeholders.
 
-    A {run_key} in publish targets is filled in later, when publishing. Without `run_date`,
-    {run_date} is the date in the run key. Raises `ConfigError` if {run_date} is used and the key
-    has no date, or if {run_key} is used and the key is not valid.
+    A {run_key} in publish targets is filled in later, when publishing. If `run_date` is None,
+    {run_date} is the date in the run key.
+
+    Raises `ConfigError` if the job uses {run_date}, `run_date` is None and the key has no date.
+    Also raises it if {run_key} is to be filled in and the key is not valid.
     """
     return render_targets(render_locations(job, run_key, run_date), run_key, run_date)
 
@@ -294,10 +297,14 @@ def render_targets(job: BatchJob, run_key: str, run_date: date | None = None) ->
 def planned_run_date(job: BatchJob, planned: BatchJob, run_key: str) -> date | None:
     """Return the date with which {run_date} in `job` gives the locations in `planned`.
 
-    `planned` is the job in the plan of run `run_key`, whose date may differ from that in the key.
-    Returns None if no location tells the date. A location with only a part of it, such as
-    {run_date:%Y-%m}, tells it if no target needs another part; else, unless the date in the key
-    agrees with all locations, raises `ConfigError`.
+    `planned` is the job in the plan of run `run_key`. The run's date may differ from the date in
+    its key. Tries the date in the key first, then the dates that the planned locations contain.
+    Returns the first date that agrees with all of them. Returns None if no date does, or if no
+    location contains a date.
+
+    The plan may lack a publish target in which `job` uses {run_date}. Then locations that contain
+    only a part of the date, such as {run_date:%Y-%m}, do not give a date to try. If no tried date
+    agrees in this case, raises `ConfigError`.
     """
     pairs = [
         *zip(job.source.uris, planned.source.uris, strict=False),

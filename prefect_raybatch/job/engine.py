@@ -192,7 +192,10 @@ class Engine(Group):
 
     @classmethod
     def _may_hold_keys(cls, name: str) -> bool:
-        """Return whether field `name` may hold credentials: `env` and vLLM's further arguments."""
+        """Return whether field `name` may hold credentials.
+
+        The field `env` and the arguments of vLLM that this class does not define may hold some.
+        """
         return name == "env" or name not in cls.model_fields
 
     _model = field_check("model", "adapter", by=without_user)
@@ -305,9 +308,10 @@ PRECISION_FIELDS = ("quantization", "kv_cache_dtype")  # of vLLM's engine: weigh
 
 
 def precision_tries(engine: Engine) -> list[dict[str, str]]:
-    """Return the fp8 settings to try, in order, until one passes; each is {engine argument: "fp8"}.
+    """Return the settings {engine argument: "fp8"} to try in order, until one passes.
 
-    The first sets all fields that are `try-fp8`, the others one each. [] without such fields.
+    The first setting has all engine arguments that the job sets to `try-fp8`. If there are several,
+    a setting for each single argument follows. Returns [] if there are none.
     """
     names = [name for name in PRECISION_FIELDS if engine.vllm_arguments.get(name) == TRY_FP8]
     if not names:

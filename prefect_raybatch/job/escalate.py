@@ -192,7 +192,10 @@ def larger_fields(error: str) -> str:
 
 @contextmanager
 def larger_named(is_larger: bool) -> Iterator[None]:
-    """If `is_larger`, the block checks the larger model: rewrite its errors by `larger_fields`."""
+    """If `is_larger`, rewrite errors of the `with` block by a call of `larger_fields`.
+
+    `is_larger` says that the block checks the larger model of a cascade.
+    """
     try:
         yield
     except (ConfigError, HubUnavailable) as error:

@@ -194,8 +194,8 @@ def _no_group(name: str, kind: type[BaseModel], given: object) -> str:
 def _no_text(given: object, written: str | None, hidden: bool) -> str:
     """Return the message about a value that must be text, but which YAML read as something else.
 
-    `given` is what YAML read, `written` the original text, None if unknown. `hidden`: do not quote
-    it.
+    `given` is what YAML read. `written` is the original text, or None if it is unknown. If `hidden`
+    is true, the message does not quote the value.
     """
     if isinstance(given, dict):
         return "must be text and is a mapping; put quotes around text that begins with {"

@@ -14,11 +14,11 @@ from prefect_raybatch.errors import ConfigError
 def check_defined_in(
     value: object, module: str, attribute: str, field: str, place: str | None = None
 ) -> None:
-    """Raise `ConfigError` unless the function or class is defined in `module`.
+    """Raise `ConfigError` unless the function or class `value` is defined in `module`.
 
     A name that a module only imports may be anything, such as `subprocess.check_call`. `attribute`
-    is the name in the module, `field` the job field that names it, and `place` how the job writes
-    the module, by default as `module`.
+    is the name in the module, and `field` is the job field that names it. `place` is the module as
+    the job writes it, for example a file; None if it is the same text as `module`.
     """
     while isinstance(value, (functools.partial, functools.partialmethod)):
         value = value.func

@@ -102,11 +102,11 @@ def _is_inside(module: str, error: ImportError) -> bool:
 
 
 def source_digest(name: str, field: str) -> str:
-    """Return the SHA-256 (hex) of the source file that defines a function, helpers in it included.
+    """Return the SHA-256 (hex) of the whole source file that defines a function.
 
-    Without a source file, hashes the function's own source, or its name if it is a builtin. Hashes
-    a function from a file or notebook with `function_digest`, and first checks that it can be
-    pickled. Raises `ConfigError` if the function cannot be loaded or pickled.
+    If there is no source file, hashes the function's own source instead. For a builtin, hashes
+    `name`. For a function from a file or notebook, returns its `function_digest`, and first checks
+    that it can be pickled. Raises `ConfigError` if the function cannot be loaded or pickled.
     """
     function = load_function(name, field)
     if is_own_code(name):

@@ -51,10 +51,10 @@ def read_job_file(path: str | Path) -> YamlText:
 
 
 def with_line(message: str, path: str) -> str:
-    """Return a message about a field with the job file and the field's line number put before it.
+    """Return a message about a field, preceded by the job file and the number of the field's line.
 
-    The message is unchanged if it does not begin with a field that is in the file, or if the file
-    is unreadable.
+    Returns the message unchanged if it does not begin with the name of a field that the file `path`
+    sets, or if the file cannot be read.
     """
     named = re.match(r"(\w+(?:\.\w+)+): ", message)
     if named is None:

@@ -103,7 +103,7 @@ class Judge(Group):
 
     @property
     def block(self) -> str | None:
-        """Return the name of the saved Prefect block of a hosted judge; None if it names none."""
+        """Return the name of the hosted judge's Prefect block; None if the job names no block."""
         return ModelEndpoint.model_validate(self.endpoint).block if self.endpoint else None
 
     def _shown(self, name: str, value: Any) -> Any:
@@ -146,9 +146,10 @@ def judge_job(
 
 
 def _cluster(cluster: Mapping[str, Any], judge: Judge) -> dict[str, Any]:
-    """Return the fields of the judge's cluster, which are usually those of the job.
+    """Return the fields of the judge's cluster.
 
-    If the job's runs are submitted as Ray jobs, a hosted judge is called from this machine.
+    The judge uses the cluster of the job, with one exception: if the job's runs are submitted as
+    Ray jobs, a hosted judge is called from this machine instead.
     """
     remote = ("job_server", "kubernetes")
     is_here = not judge.model and any(cluster.get(name) for name in remote)

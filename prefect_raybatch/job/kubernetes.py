@@ -287,7 +287,11 @@ class Kubernetes(Group):
         return self if self.image or self.manifest or self.manifest_file else None
 
     def server_url(self, name: str, namespace: str) -> str:
-        """Return the URL of the job server of the cluster `name`: `url`, or that of its head."""
+        """Return the URL of the job server of cluster `name` in this Kubernetes `namespace`.
+
+        This is the job's `url` with both names filled in. If `url` is not set, it is the URL of the
+        cluster's head pod.
+        """
         return _filled(self.url or HEAD_URL, name, namespace)
 
     @property

@@ -138,8 +138,9 @@ class Limits(Group):
     def allowed(self, rows: int) -> int:
         """Return how many of `rows` planned rows may fail; the lowest of several limits counts.
 
-        A fraction is rounded down. Above 0 it allows at least one row, but below 1 never all rows.
-        So one failed row of 20 does not fail a run, and a run whose only row failed fails.
+        A limit that is a fraction is rounded down. But if it is above 0, it allows at least one
+        failed row; and if it is below 1, it never allows all rows to fail. So one failed row of 20
+        does not fail a run. But if the only row of a run fails, the run fails.
         """
         allowed = []
         for name, value in self._limits().items():

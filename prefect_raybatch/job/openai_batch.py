@@ -32,9 +32,12 @@ ANSWER_EXTRAS = ("finish_reason", "prompt_tokens", "output_tokens")
 def with_batch_fields(job: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a job's fields, plus the fields that an OpenAI batch file as its input implies.
 
-    Fields that the job sets are kept, but output.extras is extended, and for a hosted model
-    sampling.max_tokens: null becomes a number. Unchanged for another input, and if a group is not a
-    mapping, which later checks report.
+    Fields that the job sets are kept, with two exceptions: output.extras gets further entries, and
+    for a hosted model a sampling.max_tokens of null becomes a number. If the job sets a prompt,
+    only the second exception applies, and nothing else is added.
+
+    Returns the job unchanged if its input is not a batch file. Does so as well if a group is not a
+    mapping; later checks report that.
     """
     source = _fields(job.get("source"))
     if source is None or source.get("format") != BATCH_FORMAT:
@@ -86,11 +89,12 @@ def _is_hosted(engine: Mapping[str, Any]) -> bool:
 def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a job without those that `with_batch_fields` added.
 
-    Used before other fields are changed: `with_batch_fields` then adds them again, to suit the
-    change. Fields with another value than the added one stay.
+    Call this before other fields are changed. `with_batch_fields` then adds its fields anew, and
+    they suit the changed job. A field whose value differs from the added one is kept.
+
     `job` has the validated groups, `fields` their plain values without defaults. Returns `fields`
-    if the source is no batch file, or if prompt.function is not the one that `with_batch_fields`
-    would set.
+    unchanged if the source is no batch file, or if prompt.function is not the one that
+    `with_batch_fields` would set.
     """
     decided = _decided_fields(fields.get("engine", {}))
     own_function = job["prompt"].function != decided["prompt"]["function"]
@@ -112,7 +116,7 @@ def without_batch_fields(job: Mapping[str, Any], fields: dict[str, Any]) -> dict
 
 
 def with_batch_limits(source: Source, limits: Limits) -> Limits:
-    """Return `limits`; for a batch file, all rows may fail unless `limits` bounds failed rows."""
+    """Return `limits`; for a batch file, let all rows fail if no limit on failed rows is set."""
     if source.format != BATCH_FORMAT or not _unset(dict(limits), *FAILED_LIMITS):
         return limits
     return limits.model_copy(update=NO_LIMIT)

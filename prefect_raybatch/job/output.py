@@ -244,8 +244,8 @@ class Output(Group):
     def answer_form(self) -> str | None:
         """The JSON Schema of answers, as text; None if the job has none.
 
-        A file or class is read at each call, unless the job holds its text already
-        (`with_answer_schema`).
+        If the job names a file or class, reads it at each call. `with_answer_schema` puts the text
+        into the job, and then nothing is read.
         """
         value = self.schema_model
         if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -276,7 +276,10 @@ def _check_files(output: Output) -> None:
 
 
 def _check_types(output: Output) -> None:
-    """Raise ValueError for output.schema without output.postprocess, whose columns it describes."""
+    """Raise ValueError if output.schema is set without output.postprocess.
+
+    The schema describes the columns that the function in output.postprocess returns.
+    """
     if output.output_schema is not None and output.postprocess is None:
         raise ValueError(
             "schema needs postprocess, whose columns it describes; set postprocess, or remove "

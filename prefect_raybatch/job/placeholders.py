@@ -156,7 +156,10 @@ def tells_date(template: str) -> bool:
 
 
 def _form_pattern(form: str | None, shape: Callable[[str], str]) -> str:
-    """Return a regex for the format of a {run_date}; `shape` returns that of a directive."""
+    """Return a regex for text in the strftime format `form` of a {run_date}.
+
+    `shape` returns the regex of one directive, such as %Y. If `form` is None, it is %Y-%m-%d.
+    """
     parts = _DIRECTIVE.split(form or "%Y-%m-%d")  # every second one is a directive
     return "".join(shape(part) if at % 2 else re.escape(part) for at, part in enumerate(parts))
 

@@ -152,7 +152,8 @@ class Prompt(Group):
     def columns(self) -> dict[str, str]:
         """The input columns that the prompt names, as {column: job field that names it}.
 
-        Without image columns, and without columns that `prompt.function` reads, which are unknown.
+        Image columns are not included. Columns that `prompt.function` reads are not included
+        either, because they are unknown.
         """
         named = dict.fromkeys(template_fields(self.template or ""), "prompt.template")
         for name in template_fields(self.second or ""):

@@ -124,10 +124,11 @@ _PARAMETER = re.compile(r"([?&])([^=&#?\s]+)=([^&#\s\"']*)")
 
 
 def hide_options(value: object, name: str = "") -> Any:
-    """Return store options with each value masked unless it is empty, boolean, or harmless by name.
+    """Return store options with their values masked, except values that cannot be secret.
 
-    `value` is a mapping of options or, if `name` is given, the value of the option `name`.
-    `safe_option` decides which names are harmless. In other values, URLs are masked by `hide_path`.
+    A value is not masked if it is empty or boolean, or if `safe_option` says that its name is
+    harmless. In values that are not masked, `hide_path` still masks URLs. `value` is a mapping of
+    options or, if `name` is given, the value of the option `name`.
     """
     if isinstance(value, Mapping):
         return {key: hide_options(inner, str(key)) for key, inner in value.items()}
@@ -185,8 +186,8 @@ def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties that identify a catalog, for the fingerprint, with credentials masked.
 
     Masks users, passwords and signatures in URLs. A part of a URL's path that resembles a token
-    stays, because it may be the name of a warehouse. Without such properties, returns {"name":
-    "default"}.
+    stays, because it may be the name of a warehouse. Returns {"name": "default"} if no property
+    identifies the catalog.
     """
     place = {name: _without_users(value[name]) for name in CATALOG_PLACE if name in value}
     return place or {"name": "default"}
@@ -219,8 +220,8 @@ def hide_argument(value: object, name: str) -> Any:
 def hide_path(value: object) -> Any:
     """Return a text in which everything after the host of an http(s) URL is masked.
 
-    Many services put a credential into the path. In other URLs, masks the same as `hide_users`. A
-    value that is no text is returned unchanged.
+    Many services put a credential into the path. In other URLs, masks only what `hide_users` masks.
+    A value that is no text is returned unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -245,10 +246,12 @@ def _without_users(value: object) -> Any:
 
 
 def hide_endpoint(value: object, mask: str = MASK) -> Any:
-    """Return a hosted model's URL with `mask` in place of tokens that are recognized without doubt.
+    """Return a hosted model's URL with everything masked that is certainly a credential.
 
-    Other path segments may name a model or an account, such as Qwen3-235B-A22B or 32 hexadecimal
-    digits. A value that is no text is unchanged.
+    Masks users, passwords and signatures. Puts `mask` in place of path segments that begin like a
+    token, or that follow or contain a name such as `key`. Other segments stay, even if they look
+    random, because they may name a model or an account: Qwen3-235B-A22B, or 32 hexadecimal digits.
+    A value that is no text is returned unchanged.
     """
     return hide_tokens(_without_users(value), mask, ()) if isinstance(value, str) else value
 
@@ -256,7 +259,8 @@ def hide_endpoint(value: object, mask: str = MASK) -> Any:
 def hide_tokens(text: str, mask: str = MASK, forms: tuple[re.Pattern[str], ...] = _FORMS) -> str:
     """Return `text` with `mask` in place of path segments of http(s) URLs that look like tokens.
 
-    `forms` are patterns of tokens that neither a prefix nor a name tells.
+    A segment looks like a token if it has a token's prefix, if a name such as `key` stands before
+    it, or if one of the patterns in `forms` matches all of it.
     """
 
     def shown(match: re.Match[str]) -> str:
@@ -296,9 +300,10 @@ def recorded(url: str) -> str:
 
 
 def url_identity(url: str) -> str:
-    """Return `recorded(url)`; if it hides a part, with # and a short hash, so that URLs differ.
+    """Return `recorded(url)`, with # and a short hash appended if it hides a part of the URL.
 
-    Two URLs that differ only in their signatures have the same identity.
+    The hash keeps URLs apart that differ only in a hidden part. Signatures do not count: two URLs
+    that differ only in them have the same identity.
     """
     return _with_hash(recorded(url), unsigned(url))
 
@@ -309,7 +314,10 @@ def recorded_endpoint(url: str) -> str:
 
 
 def endpoint_identity(url: str) -> str:
-    """Return `recorded_endpoint(url)`; if it hides a part, with # and a short hash."""
+    """Return `recorded_endpoint(url)`, with # and a short hash if it hides a part of the URL.
+
+    The hash keeps URLs apart that differ only in a hidden part.
+    """
     return _with_hash(recorded_endpoint(url), unsigned(url))
 
 
@@ -331,7 +339,8 @@ def unsigned(url: str) -> str:
 def _without_signature(url: str, hidden: Callable[[str], str]) -> str:
     """Return a URL without its signature and fragment.
 
-    `hidden` returns the text for the value of another parameter that may be secret.
+    `hidden` gets the value of each other parameter that may be secret. It returns the text to put
+    in place of the value.
     """
     parts = urlsplit(url)
     query = [text.partition("=") for text in parts.query.split("&") if text]

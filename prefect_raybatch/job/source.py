@@ -288,9 +288,10 @@ class Source(Group):
 
     @property
     def table_format(self) -> str | None:
-        """Key in TABLE_FORMATS to which `format`, `catalog` or the URI points; None for files.
+        """The table format (a key of TABLE_FORMATS) of the input; None for files.
 
-        A folder with format auto may turn out to be a table when its files are listed.
+        It is known from `format`, `catalog` or the URI's scheme. If `format` is auto, a folder may
+        still turn out to be a table when its files are listed.
         """
         if self.format in TABLE_FORMATS:
             return self.format
@@ -313,7 +314,7 @@ class Source(Group):
 def _check_query(source: Source) -> None:
     """Raise ValueError for a database without a query, and for a query without a database.
 
-    Raises it as well for `types` with a table format whose columns have types.
+    Also raises ValueError if `types` is set for a table format whose columns already have types.
     """
     if source.table_format == "sql" and source.query is None:
         raise ValueError("query: is required for a database; write the SELECT to read")
@@ -357,9 +358,12 @@ def _check_catalog_and_version(source: Source) -> None:
 
 
 def _check_hub(source: Source) -> None:
-    """Raise ValueError for `config` or `split` on a source that is no Hugging Face dataset.
+    """Raise ValueError if `config` or `split` is set for a source that cannot have it.
 
-    Raises it as well for a dataset's version in both `uri` and `version`.
+    Only a dataset of the Hugging Face Hub has a `config`. A `split` needs the format huggingface,
+    or auto.
+
+    Also raises ValueError if both `uri` and `version` name a version of the dataset.
     """
     on_hub = scheme_of(source.uris[0]) == "hf"
     if source.config is not None and not on_hub:
@@ -375,7 +379,7 @@ def _check_hub(source: Source) -> None:
 
 
 def _check_sample(source: Source) -> None:
-    """Raise ValueError for a sample beside a limit, and for a seed without a sample."""
+    """Raise ValueError if both `sample` and `limit` are set, or a seed without a sample."""
     if source.sample is not None and source.limit is not None:
         raise ValueError("sample and limit exclude each other; remove one of them")
     if source.sample is None and source.sample_seed:
@@ -383,7 +387,10 @@ def _check_sample(source: Source) -> None:
 
 
 def _check_options(source: Source) -> None:
-    """Raise ValueError for options that the store (such as S3) of one of the URIs lacks."""
+    """Raise ValueError for an option that the Google or Azure store of a URI does not have.
+
+    Options of other stores, such as S3, are not checked.
+    """
     for uri in source.uris:
         check_options(uri, source.options)
 

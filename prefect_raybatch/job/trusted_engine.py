@@ -59,9 +59,10 @@ def check_engine_trust(engine: Engine, policy: JobPolicy) -> None:
 
 
 def may_have_value(name: str, value: str, policy: JobPolicy) -> bool:
-    """Return whether a job may set environment variable `name`, which it may set, to `value`.
+    """Return whether a job may set environment variable `name` to `value`.
 
-    A path, a URL and control characters are allowed only if the policy names the variable.
+    Checks only the value; that the job may set this variable is checked before. A path, a URL and
+    control characters are allowed only if the policy names the variable.
     """
     pattern = VARIABLE_VALUES.get(name, VARIABLE_VALUE)
     return bool(re.fullmatch(pattern, value)) or matches_any(name, policy.engine_variables)
@@ -95,10 +96,10 @@ def refused_parts(name: str, value: object, kind: object, policy: JobPolicy) -> 
 
 
 def _runs_code(name: str, value: object, policy: JobPolicy) -> Iterator[str]:
-    """Yield the dotted names of switches of ENGINE_CODE that are on and that are not allowed.
+    """Yield the dotted names of dangerous switches that are on and that the policy does not allow.
 
-    Looks at the argument `name` itself, and into its `value` if that is a mapping, at any depth of
-    mappings.
+    The switches are those in ENGINE_CODE, for example because they run code of a model. Looks at
+    the argument `name` itself, and at all mappings in its `value`.
     """
     last = name.rpartition(".")[2]
     if last in ENGINE_CODE and value not in (None, False, 0, "") and not _allows(policy, name):
@@ -133,7 +134,10 @@ def _is_known_text(name: str, value: str, kind: object, policy: JobPolicy) -> bo
 
 
 def _options(kind: object) -> Iterator[object]:
-    """Yield the members of a union, or any other type itself, without bounds (`Annotated`)."""
+    """Yield the members of a union; for any other type, yield the type itself.
+
+    A type within `Annotated` is yielded without its annotations.
+    """
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is not None and get_origin(kind) not in (list, set, dict, tuple, Literal):

@@ -300,8 +300,8 @@ def check_server(field: str, url: str) -> None:
 def database_file(url: str) -> str | None:
     """Return the path of a SQLite or DuckDB URL's file; None for a database in memory.
 
-    The URL's parameters are left out. If the path begins with `file:`, this prefix, a host after it
-    and a fragment are left out as well, and percent escapes are decoded, as in SQLite.
+    The path does not include the URL's parameters. If it begins with `file:`, it is read as SQLite
+    does: this prefix, a host after it and a fragment are removed, and percent escapes are decoded.
     """
     place = url.partition("://")[2].partition("?")[0].partition("/")[2]
     if place.startswith("file:"):

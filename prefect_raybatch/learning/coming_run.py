@@ -73,12 +73,14 @@ class PlannedRows:
 def coming_run_of(
     spec: SizeSpec, plan: PlannedRows, capacity: Capacity, model: Model, vllm: str
 ) -> ComingRun | None:
-    """Describe a run with a `plan` on a cluster; None if no arrangement of engines can be learned.
+    """Describe a run with this plan; return None if it cannot learn an arrangement of engines.
 
-    None can be learned if the job sets both engines per GPU and `max_num_seqs`, if the engines run
-    on CPUs, or if their number is elastic. The same holds if the cost model cannot predict a rate,
-    or chooses an arrangement that `_Sizes.fits` rejects. `vllm` is the version of vLLM. Raises the
-    errors of `sizes_of`.
+    Returns None in each of these cases:
+    - the job sets both the engines per GPU and `max_num_seqs`,
+    - the engines run on CPUs, or their number is elastic,
+    - the cost model cannot predict a rate, or chooses an arrangement that `_Sizes.fits` rejects.
+
+    `vllm` is the version of vLLM. Raises the errors of `sizes_of`.
     """
     sizes = _Sizes(spec, plan, capacity, model)
     size, card = sizes.by_model, gpu_of(spec.accelerator, capacity).card

@@ -1,11 +1,12 @@
 """Predicts how much faster another arrangement of engines is, from a measured one. No I/O.
 
 The cost model has two unknowns for a row: the seconds in which an engine works without its GPU, and
-those on the GPU. A measured rate and the share of time in which the GPU did not wait for the host
-give both: the second is busy / rate, and the first is what makes the queue of the cost model as
-busy as the GPU was. For another `max_num_seqs`, both change as the cost model says. If the GPU was
-busy, more engines gain nothing; if it waited for the host for the share h, they gain at most
-1 / (1 - h).
+the seconds on the GPU. Both follow from two measured values: the rate, and the share of time in
+which the GPU did not wait for the host, `busy`. The seconds on the GPU are busy / rate. The seconds
+without the GPU are those for which the queue of the cost model gives the same `busy`.
+
+For another `max_num_seqs`, both change as the cost model says. If the GPU was busy all the time,
+more engines gain nothing. If it waited for the host for the share h, they gain at most 1 / (1 - h).
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def _seconds(
 
 
 def _away(engines: int, busy: float) -> float:
-    """Return an engine's time without the GPU / time on it if the GPU's busy share is `busy`."""
+    """Return the ratio of an engine's time without its GPU to its time on the GPU.
+
+    It is the ratio with which `engines` engines keep one GPU busy for the share `busy` of the time.
+    """
     low, high = 0.0, MOST_RATIO
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

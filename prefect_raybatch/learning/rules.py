@@ -1,15 +1,19 @@
 """Decides the arrangement of a run's engines from the job's earlier runs. No I/O.
 
-1. Runs count whose work is the same (`is_same_work`). Without any, the cost model's choice holds.
-2. The incumbent is the challenger that won its trial in the last of these runs, else what that run
-   used (`incumbent_of`). It is given up for what was used before if engines of the last run failed,
-   or if that run was over 10 % slower than runs with what was used before (if none was measured:
-   than earlier runs with the same arrangement). The cost model's own choice is given up only if a
-   run failed with it.
-3. A challenger halves or doubles engines per GPU, `max_num_seqs` or both (`candidates`), fits, is
-   not barred (`barred`), and is expected to be at least 5 % faster than the incumbent (`decide`).
-4. It is tried on a fifth of the shards, if the run lasts long enough for a second start.
-5. It is adopted if its gain is above 0 with 95 % confidence, else barred for seven runs.
+1. Only earlier runs that did the same work count (`is_same_work`). If there are none, the cost
+   model's choice is used.
+2. The incumbent is the arrangement that the coming run uses (`incumbent_of`). It is the challenger
+   that won its trial in the last run. Without a winner, it is the arrangement that the last run
+   used, unless that has to be given up for the one that was used before. It is given up if its
+   engines failed, or if the last run was over 10 % slower than runs with the one used before. If
+   none of those was measured, the last run is compared with earlier runs with its own arrangement.
+   The cost model's own choice is given up only if a run failed with it.
+3. A challenger halves or doubles engines per GPU, `max_num_seqs` or both (`candidates`). It must
+   fit, must not be barred (`barred`), and is expected to be at least 5 % faster than the incumbent
+   (`challenger_of`).
+4. A fifth of the shards tries the challenger, if the run lasts long enough for a second start.
+5. The challenger is adopted if its gain is above 0 with 95 % confidence. Otherwise it is barred for
+   seven runs.
 
 Nothing here trusts a record: its arrangement counts only if it is one of those that fit now.
 """
@@ -46,9 +50,9 @@ SAME_TOKENS = 16  # lengths up to this many tokens always count as the same
 class EarlierRun:
     """An earlier run of the job, as its records describe it.
 
-    `has_failed`: its last attempt failed with an error of its engines, so it is not complete.
-    `outcome` is None unless the run is complete. `rows_per_gpu_s` is its rate over the working
-    time.
+    `key` is its run key. `decided` is the decision on its arrangement when it began. `outcome` is
+    what it measured, None unless the run is complete. `has_failed`: its last attempt failed with an
+    error of its engines, so it is not complete. `rows_per_gpu_s` is its rate over the working time.
     """
 
     key: str
@@ -71,9 +75,10 @@ class EarlierRun:
 
     @property
     def trial(self) -> TrialOutcome | None:
-        """Return the outcome of the run's trial; None without one, or if the run is `uncounted`.
+        """Return the outcome of the run's trial, or None if it had no trial.
 
-        A trial whose engines did not work is returned in any case.
+        If the run's figures do not count (`ArrangementOutcome.uncounted`), returns the trial only
+        if its engines did not work.
         """
         outcome = self.outcome
         if outcome is None or outcome.trial is None or self.decided.challenger is None:
@@ -228,9 +233,10 @@ def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
 
 
 def _instead_of_models_choice(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
-    """Return the cost model's choice, or what ran before if the last run failed with that choice.
+    """Return the cost model's choice, unless the last run failed with that choice.
 
-    An engine that died in a run that was completed is no reason to leave the model's choice.
+    In that case, returns the arrangement of an earlier measured run, if one fits. A completed run
+    does not count as failed, even if an engine died in it.
     """
     last = runs[0]
     has_failed = last.has_broken_off and last.used == coming.model
@@ -266,10 +272,11 @@ def barred(runs: Sequence[EarlierRun]) -> set[Arrangement]:
 def challenger_of(
     coming: ComingRun, runs: Sequence[EarlierRun], incumbent: Incumbent
 ) -> tuple[Arrangement | None, float]:
-    """Return (arrangement to try, its expected rate / the incumbent's).
+    """Return (arrangement to try, its expected rate / the incumbent's rate).
 
     Returns (None, 1.0) if none is expected to be at least 5 % faster, or if no run measured the
-    incumbent. The rate of an arrangement that earlier runs measured is not predicted.
+    incumbent. If earlier runs measured an arrangement, the expected rate follows from their scores.
+    Otherwise it is predicted.
     """
     own = incumbent.arrangement
     usual, busy = usual_score(runs, own), _busy(runs, own)

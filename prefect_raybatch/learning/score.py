@@ -1,10 +1,11 @@
 """Measures GPU-seconds per 1,000 tokens of a run's shards, and the gain of a trial. No I/O.
 
 At each moment, the time of the GPUs is divided equally among the shards that are in engines then,
-so that the shares of all shards add up to the GPUs' time. The shards of a trial and the others are
-two parts of the run, each with its own engines. Only a part's steady time counts: after its first
-shard has ended and before its last one starts, so not the time in which engines fill up or run
-empty. A shard that is only partly in steady time counts with that share of its tokens.
+so that the shares of all shards add up to the GPUs' time. A run with a trial has two parts, each
+with its own engines: the shards of the trial, and all other shards. Only a part's steady time
+counts: after its first shard has ended and before its last one starts. The times in which engines
+fill up or run empty do not count. A shard that is only partly in steady time counts with that share
+of its tokens.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class PartShards:
 class SteadyShards:
     """Shards that were in engines in steady time: after the first ended, before the last started.
 
-    `seconds` is each shard's share of that time on the clock; times the number of GPUs, it is in
-    GPU-seconds. `tokens` are the shard's tokens in that time, `ended` is when it ended, in seconds
-    since 1970.
+    `seconds` is each shard's share of the steady time, as time on the clock. Multiplied by the
+    number of GPUs, it is in GPU-seconds. `tokens` are the shard's tokens in that time, `ended` is
+    when it ended, in seconds since 1970.
     """
 
     numbers: np.ndarray
@@ -109,13 +110,16 @@ class Gain:
 def paired_gain(trial: SteadyShards, others: SteadyShards) -> Gain:
     """Compare each of a trial's shards with its neighbours in the input, from the other engines.
 
-    With d the logarithm of (neighbours' seconds per token / the shard's), the gain is
-    exp(mean d) - 1. Shards that follow each other in an engine are not independent. So consecutive
-    shards, in the order in which they ended, make up to 10 batches of at least two (or single ones,
-    if there are fewer than 12), and the limit is computed from the batch means: with m their mean,
-    s their standard deviation and b their number, exp(m - t(0.95, b - 1) * s / sqrt(b)) - 1
-    (Schmeiser, Batch Size Effects in the Analysis of Simulation Output, Operations Research 30,
-    1982). Batches of nearly equal size count equally.
+    Let d be the logarithm of (neighbours' seconds per token / the shard's). The gain is
+    exp(mean d) - 1, where the mean is that of the batch means. A batch is a group of compared
+    shards that ended one after the other. Single shards do not serve, because shards that follow
+    each other in an engine are not independent. There are up to 10 batches of at least two shards,
+    or 6 batches of one or two if there are fewer than 12 shards. They are of nearly equal size and
+    count equally.
+
+    Let m be the mean of the batch means, s their standard deviation and b their number. The limit
+    of the gain is exp(m - t(0.95, b - 1) * s / sqrt(b)) - 1 (Schmeiser, Batch Size Effects in the
+    Analysis of Simulation Output, Operations Research 30, 1982).
     """
     if min(len(trial.numbers), len(others.numbers)) < LEAST_SHARDS:
         return Gain(0)

@@ -161,9 +161,10 @@ def canonical_place(uri: str) -> str | None:
     """Return a local path, file:// or bucket URI in canonical form.
 
     In a local path, symbolic links and `..` are resolved; a file:// URI becomes a path. For a glob,
-    returns the canonical form of the last folder before its first wildcard. Returns None for any
-    other URI, such as `simplecache::file://`, for a bucket URI with an empty part, `.` or `..`, and
-    for a path that different libraries may resolve to different files.
+    returns the canonical form of the last folder before its first wildcard. Returns None for
+    - any other URI, such as `simplecache::file://`, or a file:// URI of another host,
+    - a bucket URI with an empty part, `.` or `..`,
+    - a path that different libraries may resolve to different files.
     """
     if not uri or "\0" in uri or "::" in uri.partition("/")[0]:
         return None
@@ -208,7 +209,8 @@ def _canonical_key(scheme: str, rest: str) -> str | None:
 def _unquoted(text: str) -> str:
     """Return a text with its percent escapes decoded, repeatedly until none is left.
 
-    Readers of tables make a URL of a path or a key, in which `%2e%2e` is the parent folder.
+    Libraries that read tables treat a path or key as a URL. In a URL, `%2e%2e` stands for `..`, the
+    parent folder.
     """
     while (plain := unquote(text)) != text:
         text = plain

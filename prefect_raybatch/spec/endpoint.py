@@ -18,11 +18,11 @@ EndpointPath = Literal["chat/completions", "completions", "embeddings"]
 class EndpointSpec:
     """A server with the OpenAI API that answers in place of engines.
 
-    `path` is the API path, below `url`, to which requests are sent. `secret` holds the API key as
-    `key`, or nothing; a key may be a variable `${NAME}` that the driver fills in. The limits hold
-    for the whole run; None for no limit. `max_in_flight` is the most requests at once, `timeout` is
-    in seconds. Prices are per million tokens of prompts (`price_in`) and answers (`price_out`),
-    None if unknown. `batch`: shards go to the server's batch API.
+    `path` is the API path, below `url`, to which requests are sent. `secret` is {"key": API key},
+    or empty for a server without a key; a key may be a variable `${NAME}` that the driver fills in.
+    The limits hold for the whole run; None for no limit. `max_in_flight` is the maximum number of
+    requests at once, `timeout` is in seconds. Prices are per million tokens of prompts (`price_in`)
+    and answers (`price_out`), None if unknown. `batch`: shards go to the server's batch API.
     """
 
     url: str

@@ -28,7 +28,7 @@ class ParsingSpec:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns that the parsers add: {job field that sets the name: name}."""
+        """Return the columns that the parsers add, as {job field: column name}."""
         named = {}
         if self.reasoning:
             named["output.reasoning_column"] = self.reasoning_column

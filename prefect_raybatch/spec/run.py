@@ -30,21 +30,22 @@ class Identity:
     def retry(self) -> Mapping[str, Any] | None:
         """The failed rows that a retry run infers; None for any other run.
 
-        {parent: run key of the run in which they failed, errors: classes of their errors, None for
-        all}.
+        `parent` is the run key of the run in which the rows failed. `errors` are the error classes
+        of the rows to retry, None for all failed rows.
         """
         return self.parts.get("retry")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseSpec:
-    """The answers of earlier runs that a run reuses, and whether it keeps its own for later ones.
+    """The answers of earlier runs that a run reuses, and whether it keeps its own for later runs.
 
-    `run` is the URI of the run whose answers are reused, `latest` for the newest complete one of
-    the job, `all` for every complete one, None to reuse nothing. `keep_days` is how many days raw
-    answers are kept, None for as long as the run. `keeps`: the run stores raw answers, from which
-    its own rows and later runs take answers. `ordered`: the requests of the whole run are sent in
-    the order of their prompts.
+    `run` names the runs whose answers are reused: the URI of one run, `latest` for the newest
+    complete run of the job, or `all` for every complete run. None reuses nothing. `keep_days` is
+    how many days raw answers are kept, None for as long as the run. If `keeps` is true, the run
+    stores its raw answers. It takes the answers of its own rows from them, and later runs may reuse
+    them. If `ordered` is true, the requests of the whole run are sent in the order of their
+    prompts.
     """
 
     run: str | None
@@ -54,7 +55,11 @@ class ReuseSpec:
 
     @property
     def has_requests_phase(self) -> bool:
-        """True if a requests phase asks the model, and the rows phase then looks up its answers."""
+        """True if a run works in two phases, because it keeps answers or orders its requests.
+
+        The requests phase sends to the model each distinct request that no earlier run has
+        answered. Then the rows phase looks up the answer of each row.
+        """
         return self.keeps or self.ordered
 
 

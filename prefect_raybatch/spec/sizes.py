@@ -17,9 +17,9 @@ class RowSpec:
     The row's own columns are not included. `shared_characters` begin every prompt (the system
     prompt, and the template up to its first column); `own_characters` are the rest of the template.
     `caches`: vLLM's prefix cache computes shared prefixes once. `form` is the backend of the
-    grammar that answers follow, "" without one. `text`: vLLM detokenizes answers. `out` is the most
-    tokens of all answers to a row, with the reason in `out_why`. `expected` are the tokens that
-    these answers probably take, 0 if as many as `out`.
+    grammar that answers follow, "" without one. `text`: vLLM detokenizes answers. `out` is the
+    maximum number of tokens of all answers to a row, and `out_why` the reason for this number.
+    `expected` is the number of tokens that the answers probably take; 0 stands for `out`.
     """
 
     shared_characters: int

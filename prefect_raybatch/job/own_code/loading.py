@@ -54,9 +54,9 @@ def name_of_function(value: object) -> object:
 
 
 def shown_name(name: str) -> str:
-    """Return `file.py:NAME` without its folder; moving the file then keeps the run's fingerprint.
+    """Return `file.py:NAME` without the file's folder; return any other name unchanged.
 
-    Returns any other name unchanged.
+    So the run's fingerprint stays the same if the file is moved.
     """
     place, _, attribute = name.rpartition(":")
     return f"{Path(place).name}:{attribute}" if is_own_code(name) else name
@@ -173,8 +173,8 @@ def function_digest(name: str, field: str) -> str:
 def _texts(first: object) -> Iterator[tuple[str, str]]:
     """Yield (name, text to hash) of an object and of all that it uses in `__main__`, recursively.
 
-    The name of `first` itself is "". The text is the source of what `__main__` defines, and
-    `_value_text` of other values.
+    The name of `first` itself is "". For a function or class that `__main__` defines, the text is
+    its source. For any other value, it is `_value_text` of the value.
     """
     main = sys.modules[MAIN]
     pending, seen = [("", first)], {""}
@@ -197,9 +197,11 @@ def _is_own_object(value: object) -> bool:
 
 
 def _parts(name: str, value: object) -> list[tuple[str, object]]:
-    """Return (name, object) of what `value` uses without naming it in its code.
+    """Return (name, object) for what `value` uses although its code does not name it.
 
-    That is an object's class, a class's bases, and a partial function with its arguments.
+    These objects are the function and the arguments of a `functools.partial`, the class of an
+    object and the base classes of a class. Classes from other modules than `__main__` are not
+    returned.
     """
     parts: list[tuple[str, object]] = []
     if isinstance(value, functools.partial):

@@ -96,7 +96,7 @@ def tool_parsers() -> frozenset[str] | None:
 
 
 def _listed(file: str, *tables: str) -> frozenset[str] | None:
-    """Return the keys of the top-level dicts in one of vLLM's files whose names are in `tables`.
+    """Return the keys of the dicts named `tables` at the top level of one of vLLM's files.
 
     Returns None if there are no keys, or vLLM is not installed.
     """
@@ -117,9 +117,9 @@ def _tables(file: str, *names: str) -> list[ast.Dict]:
 
 
 def _asked_about(file: str, name: str) -> str | None:
-    """Return the name of the class that a decorator of model class `name` gets as `info`.
+    """Return the name of the class that a decorator of a model class gets as argument `info`.
 
-    Returns None without such a decorator.
+    `name` is the model class in vLLM's `file`. Returns None without such a decorator.
     """
     for node in _statements(file):
         if isinstance(node, ast.ClassDef) and node.name == name:

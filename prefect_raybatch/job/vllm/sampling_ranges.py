@@ -77,10 +77,11 @@ RANGES: dict[str, RangeCheck] = {
 
 
 def wrong(sampling: Mapping[str, Any], job: Mapping[str, Any] = MappingProxyType({})) -> str | None:
-    """Return an error message for what vLLM would reject in `sampling` ({field: value}), or None.
+    """Return a message about the first sampling field that vLLM would reject, or None.
 
-    None as a value means vLLM's default and is always valid. If `sampling` is one row's, `job` has
-    the valid sampling fields of the job, and a row's value replaces the job's.
+    `sampling` is {field: value}. A value of None means vLLM's default and is always valid. If
+    `sampling` holds the fields of one row, `job` holds the valid fields of its job, and the row's
+    values replace them.
     """
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (fits, what) in RANGES.items():

@@ -99,7 +99,7 @@ def _check_value(kind: str, value: Any) -> None:
 
 
 def _schemas_in(tag: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON Schemas at any depth of a structural tag, which is parsed JSON."""
+    """Yield all JSON Schemas in `tag`, a structural tag as parsed JSON, at any depth."""
     waiting = [tag]
     while waiting:
         part = waiting.pop()
