@@ -94,7 +94,8 @@ def _ordered(value: object) -> object:
     """Return a JSON value with the keys of its mappings sorted, those in FIELDS_FIRST first.
 
     Chat templates write tools in the order of their keys. The records of a run and Prefect's
-    database do not keep the order, and the prompts of a retry must equal those of its run.
+    database lose this order. A retry must write the same prompts as its run, so the order has to be
+    fixed.
     """
     if isinstance(value, list):
         return [_ordered(inner) for inner in value]

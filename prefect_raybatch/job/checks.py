@@ -315,9 +315,10 @@ def path_of_non_finite(value: object) -> str | None:
 
 
 def check_run_key(key: str) -> str:
-    """Return a run key if it is a valid path segment, of letters, digits, '.', '_' and '-'.
+    """Return a run key if it has only letters, digits, '.', '_' and '-' and is a valid folder name.
 
-    Raises `ConfigError` for anything else, which could leave the folder of the runs.
+    Raises `ConfigError` for anything else. Otherwise a key such as `../x` could name a folder
+    outside the folder of the runs.
     """
     if not NAME.match(key) or ".." in key:
         raise ConfigError(

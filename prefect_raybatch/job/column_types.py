@@ -17,8 +17,8 @@ CANONICAL = re.compile(r"arrow\.(?!py_extension_type)")  # plain data under anot
 def check_types(schema: pa.Schema, where: str, error: type[RayBatchError] = CorruptRun) -> None:
     """Raise `error` for a column whose type may run code when it is read.
 
-    Ray's object columns, for example, are unpickled, which runs whatever the file's writer put
-    there. `where` is the file or schema, for the message.
+    Examples are Ray's object columns: reading them unpickles their values, and so runs code that
+    the file's writer put there. `where` is the file or schema, for the message.
     """
     for field in schema:
         for name in _extensions(field):

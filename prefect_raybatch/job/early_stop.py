@@ -94,9 +94,10 @@ def choice_of(given: Mapping[str, Any]) -> Sequence[Any] | None:
 
 
 def _labels(given: Mapping[str, Any]) -> Sequence[str] | None:
-    """Return the labels in a request's sampling fields; None without labels.
+    """Return the labels in a request's sampling fields, or None.
 
-    Also None if another structured output constrains the answer, or a label is no text.
+    Returns None if the fields list no labels, if another structured output constrains the answer,
+    or if a label is no text.
     """
     form = given.get("structured_outputs")
     if form is not None and not (isinstance(form, Mapping) and set(form) == {"choice"}):

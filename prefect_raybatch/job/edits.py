@@ -200,7 +200,8 @@ def with_template_text(job: BatchJob, text: str) -> BatchJob:
 def with_precision(job: BatchJob, decided: Mapping[str, str]) -> BatchJob:
     """Return the job with its `try-fp8` fields replaced by the engine arguments `decided`.
 
-    With {}, these fields are unset: the model is used in the precision in which it is stored.
+    If `decided` is {}, these fields are unset. The model is then used in the precision in which it
+    is stored.
     """
     if not precision_tries(job.engine):
         return job

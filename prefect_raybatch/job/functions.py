@@ -96,7 +96,7 @@ def _module_function(name: str, field: str) -> Callable[..., Any]:
 
 
 def _is_inside(module: str, error: ImportError) -> bool:
-    """Return whether `module` itself was found, so that `error` comes from an import inside it."""
+    """Return whether `module` itself was found. If so, `error` comes from an import inside it."""
     missing = error.name or ""
     return not (module == missing or module.startswith(f"{missing}."))
 

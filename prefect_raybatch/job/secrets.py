@@ -194,9 +194,10 @@ def counted_catalog(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hide_env(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment variables with each value masked unless the name is harmless.
+    """Return environment variables with their values masked, except variables with harmless names.
 
-    See `safe_variable` for these names. In their values, http(s) URLs are masked after the host.
+    `safe_variable` says which names are harmless. Their values are shown, but in http(s) URLs
+    everything after the host is masked.
     """
     return {k: hide_path(v) if safe_variable(k) else MASK for k, v in value.items()}
 
@@ -249,7 +250,7 @@ def hide_endpoint(value: object, mask: str = MASK) -> Any:
     """Return a hosted model's URL with everything masked that is certainly a credential.
 
     Masks users, passwords and signatures. Puts `mask` in place of path segments that begin like a
-    token, or that follow or contain a name such as `key`. Other segments stay, even if they look
+    token, or that follow or contain a name such as `token`. Other segments stay, even if they look
     random, because they may name a model or an account: Qwen3-235B-A22B, or 32 hexadecimal digits.
     A value that is no text is returned unchanged.
     """
@@ -259,7 +260,7 @@ def hide_endpoint(value: object, mask: str = MASK) -> Any:
 def hide_tokens(text: str, mask: str = MASK, forms: tuple[re.Pattern[str], ...] = _FORMS) -> str:
     """Return `text` with `mask` in place of path segments of http(s) URLs that look like tokens.
 
-    A segment looks like a token if it has a token's prefix, if a name such as `key` stands before
+    A segment looks like a token if it has a token's prefix, if a name such as `token` stands before
     it, or if one of the patterns in `forms` matches all of it.
     """
 
@@ -292,9 +293,10 @@ def _is_token(segment: str, before: str, forms: tuple[re.Pattern[str], ...]) -> 
 
 
 def recorded(url: str) -> str:
-    """Return a URL without its signature, and with `...` in place of other values to hide.
+    """Return a URL for records and messages, without its signature.
 
-    For records and messages. It is still a valid URL, so that the job in a plan is still valid.
+    Puts `...` in place of other values that may be secret. The result is still a valid URL, so that
+    the job in a plan is still valid.
     """
     return hide_tokens(_without_signature(url, lambda value: ELLIPSIS), ELLIPSIS)
 

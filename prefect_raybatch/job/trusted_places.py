@@ -314,8 +314,8 @@ def database_file(url: str) -> str | None:
 def _is_place(warehouse: str, kind: object) -> bool:
     """Return whether the `warehouse` of an Iceberg catalog of type `kind` may be a folder.
 
-    A REST catalog may have a name instead, which it sends to its server; so may a catalog whose
-    type is unknown (None), because it is configured elsewhere.
+    For a REST catalog, it may be a name that the catalog's server knows. So it may be for a catalog
+    that is configured elsewhere, whose type is unknown (None).
     """
     if kind == "rest":
         return bool(ANY_URL.match(warehouse)) or warehouse.startswith((".", "/", "~"))

@@ -109,8 +109,8 @@ class JobPolicy:
     def may_set_argument(self, name: str) -> bool:
         """Return whether this policy lets a job set engine argument `name` to any value.
 
-        `name` may be dotted (`a.b` for a field of mapping `a`). The policy must name the argument
-        or a mapping that contains it.
+        It does if it lists the argument, or a mapping that contains the argument. A dotted `name`
+        such as `a.b` is a field of the mapping `a`.
         """
         parts = name.split(".")
         above = (".".join(parts[: n + 1]) for n in range(len(parts)))

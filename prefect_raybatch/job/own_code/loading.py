@@ -80,9 +80,11 @@ def check_owner(name: str, field: str) -> None:
 def load_user_function(name: str, field: str) -> Any:
     """Return the function or class of `name`, which is `file.py:NAME` or `__main__:NAME`.
 
-    Executes the file if its content is new. Raises `ConfigError` that begins with the job field
-    `field`, if the job may not use the file, or if the file cannot be read or executed or does not
-    define the name.
+    Executes the file if its content is new. Raises `ConfigError`, which begins with the job field
+    `field`, in these cases:
+    - the job may not use functions from files,
+    - the file cannot be read or executed,
+    - the file or notebook does not define the name.
     """
     check_owner(name, field)
     place, _, attribute = name.rpartition(":")
@@ -159,9 +161,14 @@ def function_digest(name: str, field: str) -> str:
     """Return the SHA-256 of the whole file of `file.py:NAME`, or of the code of `__main__:NAME`.
 
     In a notebook or script, the hash covers the function and everything there that it uses,
-    directly or not: the source of functions, classes and decorators, the value of JSON-compatible
-    objects, the class and attributes of objects whose class is defined there, the type of other
-    objects, and the name of modules. Changes in other cells or lines do not change it.
+    directly or not. What is hashed depends on the kind of object:
+    - functions, classes and decorators: their source,
+    - JSON-compatible objects: their value,
+    - objects whose class is defined there: their class and attributes,
+    - modules: their name,
+    - other objects: their type.
+
+    Changes in other cells or lines do not change the hash.
     """
     place = name.rpartition(":")[0]
     if place != MAIN:

@@ -55,9 +55,10 @@ class OwnFunction(str):
 
 
 def shipped(name: str | None, field: str) -> str | None:
-    """Return `name`, as an `OwnFunction` if workers cannot import the function; None stays None.
+    """Return a function's name as an `OwnFunction` if workers cannot import the function.
 
-    `field` is the job field that names the function, for errors.
+    Returns the name of any other function, and None, unchanged. `field` is the job field that names
+    the function, for errors.
     """
     return OwnFunction(name, field) if name is not None and is_own_code(name) else name
 

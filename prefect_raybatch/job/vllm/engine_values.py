@@ -39,7 +39,8 @@ class _Unknown(Exception):
 def wrong_values(given: Mapping[str, Any]) -> str | None:
     """Return errors about `given` ({engine argument: value}) that vLLM would raise, one per line.
 
-    Returns None for no errors, or without vLLM. None as a value (YAML's null) is always valid.
+    Returns None if there are no errors, or if vLLM is not installed. A value of None (YAML's null)
+    is always valid.
     """
     fields = {
         name: (kind | None, None) for name, kind in types_of_arguments(tuple(sorted(given))).items()

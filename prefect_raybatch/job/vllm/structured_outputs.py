@@ -241,9 +241,10 @@ def check_form_parses(form: Mapping[str, object] | None, config: object) -> None
 def guidance_error(kind: str, value: Any, blanks: bool = True) -> str | None:
     """Return why llguidance rejects a form; None if it accepts the form or is not installed.
 
-    `kind` is the field of the form that is set, such as json or regex, and `value` its value.
-    `blanks`: JSON answers may have blanks between their parts. Follows the steps of vLLM's own
-    check, in a hundredth of a second, without torch. Taking over 30 s counts as rejecting.
+    `kind` is the field of the form that is set, such as json or regex, and `value` its value. If
+    `blanks` is true, JSON answers may have blanks between their parts. Follows the steps of vLLM's
+    own check, but takes a hundredth of a second and does not import torch. A form that takes over
+    30 s counts as rejected.
     """
     try:
         import llguidance  # noqa: F401
