@@ -25,8 +25,9 @@ HOSTED_BLOCKS = 4
 class HostedRows:
     """Token sizes of the requests of sampled rows, for a hosted model.
 
-    `tokens` has (prompt tokens, maximum answer tokens) for each row that makes a request. `trouble`
-    says why no row made one, "" if one did or no row was sampled.
+    `tokens` has a pair (prompt tokens, maximum answer tokens) for each row that makes a request.
+    `trouble` says why none of the sampled rows makes a request. It is "" if one does, and if no row
+    was sampled.
     """
 
     tokens: tuple[tuple[int, int], ...]
@@ -45,10 +46,11 @@ class HostedRows:
         )
 
     def problem(self, endpoint: EndpointSpec) -> str:
-        """Return why no sampled request can be sent; "" if one can.
+        """Return why no sampled request can be sent to the model; "" if one can.
 
-        Either no sampled row makes a request, or each needs more than `tokens_per_minute`, which
-        does not limit batches.
+        There are two reasons: no sampled row makes a request, or every request needs more tokens
+        than `tokens_per_minute` of `endpoint` allows. This limit is ignored if requests are sent as
+        batch files (`endpoint.batch`).
         """
         limit = endpoint.tokens_per_minute
         if self.trouble or not self.tokens or limit is None or endpoint.batch:
@@ -71,7 +73,8 @@ class HostedRows:
     def cost(self, endpoint: EndpointSpec, rows: int) -> float | None:
         """Estimate the cost of `rows` rows like the sampled ones, with answers of full length.
 
-        In cluster.currency. Returns None if no price is known or no sampled row makes a request.
+        The cost is in cluster.currency. Returns None if the endpoint has no price, and if no
+        sampled row makes a request.
         """
         prices = (endpoint.price_in, endpoint.price_out)
         if not self.tokens or prices == (None, None):

@@ -22,7 +22,8 @@ def unreadable_image(prompt: PromptSpec, read: ReadSpec, inventory: Inventory, c
     """Fetch the first object-store image that a few rows name; return a warning if that fails.
 
     Returns "" if the image can be read, if the rows name none, or if the input cannot be read.
-    `copied`: a run copies the input first, so the rows are read from the original files.
+    `copied` says that a run would first copy the input. There is no copy yet, so the rows are then
+    read from the beginning of the original files.
     """
     from prefect_raybatch.stages.images.decode import BadImage
     from prefect_raybatch.stages.images.http import ImageUnavailable

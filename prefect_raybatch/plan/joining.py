@@ -93,15 +93,17 @@ class KeyBuckets:
 class Join:
     """Joins the run's request keys with those of earlier answers, in files of a temporary folder.
 
-    Use it as a context manager, which removes the files.
+    Use it as a context manager, which removes the files. `rows` and `earlier` are the numbers of
+    rows and of earlier answers. First add the keys of the rows (`add_rows`) and of the answers
+    (`theirs.add`), then call `run`. After that:
+    - `places` yields (kind, at) of the rows: where each row's answer comes from.
+    - `leaders` returns which rows make a new request, called an ask.
+    - `weights` returns how many rows each ask answers.
+    - `needed` (bool) marks the earlier answers that are reused.
 
-    `rows` and `earlier` are the numbers of rows and of earlier answers. First add the keys of the
-    rows (`add_rows`) and of the answers (`theirs.add`), then call `run`. After that, `places`
-    yields (kind, at) of the rows, `leaders` returns which rows make a new request (an ask) and
-    `weights` how many rows wait for each ask; `needed` (bool) marks the earlier answers that are
-    reused. `keys` has the keys of the rows. Asks are numbered in row order or, if `ordered`, in the
-    order of their prompts, which the caller adds to `prompts` before `run`. `folder` is for further
-    temporary files.
+    Asks are numbered from 0, in the order of their rows. If `ordered` is set, they are numbered in
+    the order of their prompts, which the caller adds to `prompts` before `run`. `keys` has the keys
+    of the rows. The caller may write temporary files to `folder`, too.
     """
 
     rows: int
@@ -152,9 +154,10 @@ class Join:
         self._digests.add(start)
 
     def kept_digests(self, start: int, stop: int) -> pa.ChunkedArray | None:
-        """Return the image digests of rows [start, stop), or None without images.
+        """Return the image digests of rows [start, stop), or None if none were stored.
 
-        The range must consist of whole ranges as passed to `keep_digests`.
+        Digests are stored in ranges, one for each call of `keep_digests`. `start` and `stop` must
+        be bounds of such ranges.
         """
         if not self._digests:
             return None
@@ -227,11 +230,11 @@ class Join:
         return np.asarray(self._kind[start:stop] == ASKED)
 
     def numbers_of_leaders(self, start: int, stop: int) -> np.ndarray:
-        """Return the ask numbers (int64) of those of rows [start, stop) that make a new request."""
+        """Return the ask numbers (int64) of the rows in [start, stop) that make a new request."""
         return np.array(self._asks[start:stop][self.leaders(start, stop)])
 
     def weights(self) -> np.ndarray:
-        """Return how many rows wait for each ask (int64[asks]), by ask number."""
+        """Return how many rows each ask answers (int64[asks]), by ask number."""
         made = self._mapped("weights", np.int64, self.asked)
         for a, b in _steps(self.rows):
             waits = (self._kind[a:b] == ASKED) | (self._kind[a:b] == MERGED_ROW)

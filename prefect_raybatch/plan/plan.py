@@ -81,10 +81,10 @@ def shard_work(starts: np.ndarray, weights: Weights) -> np.ndarray | None:
 def check_against_schema(spec: RunSpec, schema: pa.Schema, judge: RunSpec | None) -> None:
     """Raise `ConfigError` if the job does not fit the input's columns, or can never succeed.
 
-    Checks prompt and result columns, the size of result files and the settings for vLLM. The
-    message names the field and what to do. `spec` must be compiled for these columns. `judge` is
-    the result of `compile_judge`; None, too, if the run is not judged. In a cascade, both models
-    are checked.
+    Checks prompt and result columns, the size of result files and the settings for vLLM. In a
+    cascade, both models are checked. The message names the field and what to do. `spec` must be
+    compiled for these columns. `judge` is the result of `compile_judge`. It is None if the run is
+    not judged.
     """
     if judge is not None:
         try:
@@ -98,7 +98,7 @@ def check_against_schema(spec: RunSpec, schema: pa.Schema, judge: RunSpec | None
 
 
 def _check_own_model(spec: RunSpec, schema: pa.Schema) -> None:
-    """Check a run as `check_against_schema` does, without a cascade's first model and the judge."""
+    """Check a run as `check_against_schema` does, without its judge and a cascade's first model."""
     names = list(schema.names)
     _check_writable(spec.output.layout.file_bytes, spec.sampling)
     check_accepted_by_vllm(spec)
@@ -116,9 +116,10 @@ def _check_own_model(spec: RunSpec, schema: pa.Schema) -> None:
 
 
 def _check_writable(file_bytes: int, sampling: SamplingSpec) -> None:
-    """Raise `ConfigError` for too large result files, and for sampling fields in `UNWRITTEN`.
+    """Raise `ConfigError` for settings whose result could not be written to the result files.
 
-    vLLM would compute what these fields ask for, but no column of the result holds it.
+    These are a file size (output.file_mb) above MOST_FILE_MB and the sampling fields in
+    `UNWRITTEN`. vLLM would compute what these fields ask for, but no column of the result holds it.
     """
     file_mb = file_bytes >> 20
     if file_mb > MOST_FILE_MB:
@@ -352,13 +353,14 @@ def make_plan(
     weights: Weights = (),
     classifier: bytes | None = None,
 ) -> tuple[Plan, dict[str, bytes]]:
-    """Return the plan, and the tables it refers to by name as {table name: Parquet bytes}.
+    """Return a run's plan and the tables that it names, as {table name: Parquet bytes}.
 
-    Store the tables before the plan. `model` is the pinned model with its adapters, `job` the job
-    as it is recorded, `numbers` the encoded table of a retry's row numbers, `classifier` the bytes
-    of the job's classifier file. `row_bytes` is the mean size of a row, `engines` the number of
-    engines (estimated if None); `weights` (see `shard_work`) order the shards. `snapshot`: `files`
-    are copies made at planning. For `context`, `table` and `increment` see the fields of `Plan`.
+    Write the tables to the store before the plan. `model` is the pinned model with its adapters,
+    `job` the job as it is recorded. `numbers` is the table of a retry's row numbers, as Parquet
+    bytes. `classifier` has the bytes of the job's classifier file. `row_bytes` is the mean size of
+    a row. `engines` is the number of engines (estimated if None). `weights` (see `shard_work`)
+    order the shards. `snapshot` says that `files` are copies made at planning. For `context`,
+    `table` and `increment` see the fields of `Plan`.
     """
     rows, retry = sum(file.rows for file in files), identity.retry
     size, starts = _cut(spec.sizes, rows, row_bytes, engines)
@@ -398,10 +400,12 @@ def _plan_tables(
     uris: Any,
     classifier: bytes | None,
 ) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Encode a plan's tables; return {kind: table name} and {table name: Parquet bytes}.
+    """Encode the tables of a plan; return {kind: table name} and {table name: Parquet bytes}.
 
-    Kinds are "shards" and "files" and, where needed, "numbers", "uris" (only if the job's `uris`
-    are very many) and "classifier". `numbers` is encoded already; `classifier` is a file's bytes.
+    The kinds "shards" and "files" always exist. "numbers" exists for a retry of failed rows: it has
+    the rows' numbers in the original input, and the parameter `numbers` is this table as Parquet
+    bytes. "uris" exists if the job lists too many source URIs (`uris`) to keep them in the plan
+    itself. "classifier" exists if `classifier`, the bytes of a classifier file, is not None.
     """
     data = {
         "shards": shards_table(starts, shard_work(starts, weights)),

@@ -1,11 +1,11 @@
-"""Estimates how much longer the prefixes that prompts share would be in another order. Pure.
+"""Estimates how much longer the shared prefixes of prompts would be in another order. Pure.
 
-Either the template's fields or the rows of the whole run are put in another order. The estimate
-uses sampled rows: a field with few distinct values, put first, is computed once for many rows. The
-number of distinct prefixes in all rows is extrapolated from how many occur once and twice in the
-sample (R. K. Colwell et al., "Models and estimators linking individual-based and sample-based
-rarefaction, extrapolation and comparison of assemblages", Journal of Plant Ecology 5, 2012,
-equation 9). Lengths are in characters, taken as proportional to tokens.
+The other order may be that of the fields in the template, or that of all rows of the run. The
+estimate uses sampled rows: a field with few distinct values, put first, is computed once for many
+rows. The number of distinct prefixes in all rows is extrapolated from how many occur once and twice
+in the sample (R. K. Colwell et al., "Models and estimators linking individual-based and
+sample-based rarefaction, extrapolation and comparison of assemblages", Journal of Plant Ecology 5,
+2012, equation 9). Lengths are in characters, taken as proportional to tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TemplateCells:
     def of(cls, prompt: PromptSpec, rows: Sequence[Row]) -> TemplateCells | None:
         """Return the cells of the sampled `rows`, or None if no order can be estimated.
 
-        None is returned if there are under 100 rows, if the prompt has images or no template, and
-        if the template has no field, more than 8 fields or a field twice.
+        No order can be estimated in each of these cases: there are under 100 rows; the prompt has
+        images or no template; the template has no field, more than 8 fields or a field twice.
         """
         if prompt.template is None or prompt.images is not None or len(rows) < LEAST_SAMPLED:
             return None
@@ -125,9 +125,9 @@ def prefix_hints(
 ) -> tuple[str, ...]:
     """Return a line for each change of order that would make prompts share longer prefixes.
 
-    `rows` is the number of input rows, `tokens` the mean prompt length. Changes that save under a
-    tenth of a prompt are left out. Empty for pooling tasks, if requests are not sorted
-    (`spec.engine.sort`), and if no order can be estimated from the `sampled` rows (see
+    `rows` is the number of input rows, `tokens` the mean prompt length. A change is left out if it
+    saves under a tenth of a prompt. Returns () for pooling tasks and if requests are not sorted
+    (`spec.engine.sort`). Also returns () if no order can be estimated from the `sampled` rows (see
     `TemplateCells.of`).
     """
     if spec.engine.model.pools or not spec.engine.sort:

@@ -147,7 +147,11 @@ class PrefixOrder:
                     yield table["row"].to_numpy()[order.to_numpy()]
 
     def _merged_at(self) -> list[tuple[bytes, int]]:
-        """Return the (text, row) at which to cut the merge, so that each part fits into memory."""
+        """Return the (text, row) entries that divide the merge into parts.
+
+        A part ends just before such an entry, and the last part has no end. Each part fits into
+        memory.
+        """
         cuts = pa.concat_tables(self._cuts).sort_by(_BY_TEXT)
         parts = math.ceil(self._rows / RUN_ROWS)
         chosen = _at(cuts, [cuts.num_rows * i // parts for i in range(1, parts)])
@@ -194,12 +198,15 @@ def sorted_by_rank(
     ranks: int | None = None,
     keep: bool = False,
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the rows of all `tables`, sorted by their column RANK (integers), in other tables.
+    """Sort the rows of all `tables` by their integer column RANK; yield them in new tables.
 
-    Yields (description, table) pairs, all with the first table's description. `rows` is about the
-    number of rows. Ranks are from 0 to below `ranks`; None: each of 0 to `rows` - 1 once. RANK is
-    dropped unless `keep`. Uses about BUCKET_BYTES of memory if ranks are spread evenly, and local
-    disk for all rows, in `folder`.
+    The result is (description, table) pairs. All have the description of the first input table.
+
+    If `ranks` is None, `rows` must be the exact number of rows, and each number from 0 to `rows` -
+    1 must be the rank of one row. Otherwise the ranks are numbers from 0 to `ranks` - 1, which may
+    be missing or repeated, and `rows` may be an estimate: it only decides how much memory is used.
+    Column RANK is dropped unless `keep` is set. Memory is about BUCKET_BYTES if the ranks are
+    spread evenly. All rows are written to files in `folder`, which must exist.
     """
     first = next(tables, None)
     if first is None:

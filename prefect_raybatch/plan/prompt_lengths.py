@@ -66,12 +66,13 @@ class PromptExample:
 class PromptLengths:
     """Prompt tokens of `rows` sampled rows; `failed` further rows made no prompt.
 
-    `shared` is the share of tokens that a prompt has in common with another of the sample, from its
-    start and in whole blocks of the prefix cache. `repeated` is the share of rows whose request
-    equals that of an earlier row. `longest` names the row with the longest prompt: {file, row}.
-    `histogram` lists (from, to, rows), both ends included. `max_model_len` is what auto resolves
-    to, with the reason in `why`; `over` is the share of sampled rows that are too long for it.
-    `seconds` is the time that measuring took.
+    `shared` is the share of all prompt tokens that a prefix cache could save, because another
+    prompt of the sample begins with the same tokens. Only whole blocks of the cache count.
+    `repeated` is the share of rows whose request equals that of an earlier row. `longest` names the
+    row with the longest prompt: {file, row}. `histogram` lists (from, to, rows), both ends
+    included. `max_model_len` is the value for `auto`, and `why` is the reason for it. `over` is the
+    share of sampled rows whose prompts are too long for it. `seconds` is the time that measuring
+    took.
     """
 
     rows: int
@@ -193,11 +194,11 @@ def _thinned(uri: str, table: pa.Table, most: int) -> Iterator[Block]:
 class _Seen:
     """Measurements of the sampled rows.
 
-    For each row that made a prompt, `sizes` has the tokens of the prompt, `needs` those of prompt
-    and answer, and `keys` the prompt's token ids as bytes. `requests` are the distinct (token ids
-    as bytes, sampling), `failures` has one for each row that made no prompt. `longest` names the
-    row with the longest prompt: {file, row}. `first` has the first few prompts. `values` has, for
-    every sampled row, its values in the columns of the template.
+    Three lists have an entry for each row that made a prompt: `sizes` (tokens of the prompt),
+    `needs` (tokens of prompt and answer) and `keys` (the prompt's token ids as bytes). `failures`
+    has an entry for each row that made no prompt. `requests` are the distinct pairs (token ids as
+    bytes, sampling). `longest` names the row with the longest prompt: {file, row}. `first` has the
+    first few prompts. `values` has each sampled row's values in the columns of the template.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -367,8 +368,9 @@ def _examples(model: models.PinnedModel, seen: _Seen) -> tuple[PromptExample, ..
 def choose_max_model_len(share: float, needs: list[int], own: int | None) -> tuple[int, str]:
     """Return (context length in tokens, reason) that suffices for the fraction `share` of the rows.
 
-    `needs` are the tokens of each sampled row, prompt and answer. With `share` 1 it is a tenth over
-    the longest. It is at most `own`, the model's context length, if that is known.
+    `needs` has the tokens of prompt and answer of each sampled row. If `share` is 1, the length is
+    that of the longest sampled row plus a tenth. It is rounded up. `own` is the model's context
+    length, which is the upper limit; None if unknown.
     """
     import numpy as np
 

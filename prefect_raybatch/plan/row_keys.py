@@ -82,7 +82,7 @@ class RowKeys:
 
     Created on the driver and called with a row number, it computes the keys of `rows_a_task` rows
     from that row on, with `chunk` rows in memory at once. `pools` is true for a pooling task, whose
-    answers are vectors. `reference` is the prompt that all are compared with (`compared_text`),
+    answers are vectors. `reference` is the prompt with which `compared_text` compares every prompt;
     None if requests are not ordered by their prompts.
 
     It is sent to workers, so it holds only what they need; its only storage credentials are those
@@ -146,9 +146,10 @@ class RowKeys:
         return self.reader.rows
 
     def add_to(self, join: Join, cluster: ClusterSpec, alone: bool = False) -> None:
-        """Compute all keys and add them to `join`, on workers of `cluster` if that is worth it.
+        """Compute all keys and add them to `join`.
 
-        `alone`: compute them in this process, because only it has the files.
+        Workers of `cluster` compute them if the input has enough rows to gain from it. With
+        `alone`, this process computes them, because no other has the files.
 
         Raises `SourceError` for unreadable rows, `ConfigError` for a function that cannot be called
         and `StoreUnavailable` if many images cannot be fetched at the moment.
@@ -213,8 +214,8 @@ class RowKeys:
     def _rows_to_ask(self, join: Join) -> Iterator[tuple[str, pa.Table]]:
         """Yield (description, table) of the rows that make a new request, with request keys.
 
-        They are in input order. Column RANK has the number of each row's ask (a new request, see
-        `Join`): the order in which `rows_to_ask` yields them.
+        The rows are in input order. Column RANK has the number of each row's new request (an ask,
+        see `Join`). `rows_to_ask` yields the rows in the order of these numbers.
         """
         spans = [
             span

@@ -64,10 +64,11 @@ def sort_answers(
 ) -> None:
     """Copy the answers that a run looks up to new files in the order of its rows; record the files.
 
-    Does nothing if they are recorded already, if looking them up in their present order takes few
-    reads, or (with a warning) if the local disk is too small. `known` are the files in their
-    present order. `waits` is called with the reason for the wait, and with "" at the end. Raises
-    `StoreError` if the local disk gets full or the store fails.
+    Does nothing if the new files are recorded already, or if looking up answers in their present
+    order takes few reads. Also does nothing, with a warning, if the local disk is too small.
+    `known` are the files in their present order. Before sorting, `waits` is called with a text that
+    says what the run waits for; at the end, it is called with "". Raises `StoreError` if the local
+    disk gets full or the store fails.
     """
     size = sum(part.bytes for part in increment.reused) + known.new_answer_bytes
     if size <= UNSORTED_BYTES or _are_there(store, plan):
@@ -149,12 +150,14 @@ def _pairs(rows: np.ndarray, numbers: np.ndarray) -> pa.Table:
 def _with_answers(
     pairs: Iterator[tuple[str, pa.Table]], known: LookUpFiles, taken: int
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (name, table of raw answers with their row numbers) for each (name, table) in `pairs`.
+    """Look up answers by their numbers; yield (name, table of raw answers with their row numbers).
 
-    A table of `pairs` has a row number and, in column RANK, an answer number in each row, and is
-    sorted by RANK. Answer numbers below `taken` index `known.reused`; from `taken` on, they
-    index `known.new_answers`. Column RANK of a yielded table has the row numbers. Rows whose
-    request failed have no answer and are left out.
+    Each row of a table of `pairs` has a row number and, in column RANK, the number of the row's
+    answer. The table is sorted by RANK. Numbers below `taken` are positions in `known.reused`. From
+    `taken` on, they are positions in `known.new_answers`, after subtracting `taken`.
+
+    In the yielded tables, column RANK has the row numbers. Rows whose request failed have no answer
+    and are left out.
     """
     for what, every in pairs:
         for start in range(0, every.num_rows, LOOKUP_ROWS):

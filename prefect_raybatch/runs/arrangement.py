@@ -66,7 +66,7 @@ FOLDERS_READ = 60  # last run directories by name, among which the newest runs a
 class LearningSpec:
     """The parts of a run's spec that are needed to learn from earlier runs of the job.
 
-    `output` says where these are; `job` is the job's name.
+    `output` says where the earlier runs are. `job` is the job's name.
     """
 
     sizes: SizeSpec
@@ -83,12 +83,15 @@ def decided_arrangement(
     capacity: Capacity,
     attempt: str,
 ) -> ArrangementNote | None:
-    """Return how the run's engines are to be arranged; decide and record it if no attempt has.
+    """Return how the run's engines are to be arranged.
 
-    `attempt` is the id of this attempt. Returns None if the run does not learn from earlier ones:
-    the job forbids it, the run has two phases or retries failed rows, or nothing is to be decided
-    (see `coming_run_of`). Also None if shards are committed without a decision, or if the decision
-    cannot be read or does not fit this cluster.
+    If no attempt at the run has decided this yet, it is decided from earlier runs and recorded.
+    `attempt` is the id of this attempt. Returns None in each of these cases:
+    - The job forbids to learn from earlier runs, or its model is hosted or of unknown size.
+    - The run has two phases, or retries failed rows.
+    - Nothing is to be decided (see `coming_run_of`).
+    - Shards are committed, but no decision is recorded.
+    - The recorded decision cannot be read or does not fit this cluster.
     """
     is_one_phase = plan.increment is None and plan.parent is None
     coming = _coming_run(spec, PlannedRows.of(plan, shards), capacity) if is_one_phase else None
@@ -111,9 +114,10 @@ def decided_arrangement(
 def expected_arrangement(
     spec: LearningSpec, rows: PlannedRows, capacity: Capacity, run_key: str
 ) -> ArrangementNote | None:
-    """Return how a run of one phase would probably arrange its engines; None if it cannot learn.
+    """Return how a run of one phase would probably arrange its engines.
 
-    The lengths of its rows are assumed to be spread as in the newest run. Writes nothing.
+    The lengths of its rows are assumed to be spread as in the newest earlier run. Returns None if
+    the run would not learn from earlier runs. Writes nothing.
     """
     coming = _coming_run(spec, rows, capacity)
     if coming is None:
@@ -227,9 +231,10 @@ def _trial(note: JsonObject) -> tuple[str, int]:
 def measured_arrangement(
     ledger: Ledger, plan: Plan, tally: Tally, report: RunReport
 ) -> ArrangementOutcome | None:
-    """Return how a run's engines were arranged, and what it measured; None if it did not learn.
+    """Return how a run's engines were arranged, and what it measured.
 
-    `tally` has the counts of all commits, `report` the other figures of the run.
+    Returns None if its engines were not arranged by what earlier runs measured. `tally` has the
+    counts of all commits, `report` the other figures of the run.
     """
     try:
         note = read_arrangement(ledger.store)

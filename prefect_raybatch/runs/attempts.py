@@ -148,12 +148,12 @@ def _begun(run_key: str, name: str, phase: str, secrets: Sequence[str]) -> LastA
 def recorded_step(
     store: Store, name: str, run_key: str, phase: str, secrets: Sequence[str]
 ) -> Iterator[None]:
-    """Record the begin and the end of the block, which does a step of a complete run.
+    """Record the beginning and the end of the block, which does a step of a complete run.
 
     `name` is the job's name, `phase` MEASURING, JUDGING or PUBLISHING. Texts in `secrets` are
-    masked. The record of another unfinished step is replaced only if this one fails. A
-    `ConfigError` of publishing is not recorded: the command was wrong, not the run. A note is added
-    to most errors, which says that the result is complete and how to continue.
+    masked. If another step of the run is recorded as not done, that record is replaced only if this
+    step fails. A `ConfigError` of publishing is not recorded: the command was wrong, not the run.
+    Most errors get a note. It says that the result is complete and how to continue.
     """
     attempt, before = _begun(run_key, name, phase, secrets), open_step_of(store)
     is_shown = before is None or before.phase == phase
@@ -177,11 +177,11 @@ def recorded_step(
 
 
 def open_step_of(store: Store) -> LastAttempt | None:
-    """Return the last attempt if its step of a complete run is in progress or was not done.
+    """Return the record of the last attempt if it is a step of a complete run that is not done yet.
 
-    The steps are measuring, judging and publishing. Returns None if the step is done, or if the
-    attempt did something else. If the attempt's process died in the step, the returned attempt has
-    the outcome ATTEMPT_KILLED.
+    The steps are measuring, judging and publishing. The step may be in progress or may have ended
+    too early. If the attempt's process died in the step, the returned record has the outcome
+    ATTEMPT_KILLED. Returns None if the step is done, or if the attempt did something else.
     """
     attempt = last_attempt_of(store)
     if attempt is not None and attempt.under_way and process_died(_process_of(attempt)):
@@ -392,7 +392,10 @@ class AttemptLog:
             log.warning("the failed rows could not be recorded in the run directory: %s", error)
 
     def note_start(self, starting: Starting) -> None:
-        """Record how long each step of starting the engines took; nothing if none was started."""
+        """Record how long each step of starting the engines took.
+
+        Records nothing if no engine was started.
+        """
         if starting.engines:
             self.note(start={"engines": starting.engines, "seconds": starting.seconds()})
 

@@ -221,10 +221,10 @@ def run_dates(
 
 
 def interruptible_sleep(seconds: float) -> None:
-    """Sleep, in a run that may be one of a backfill's.
+    """Sleep for `seconds`; raise `KeyboardInterrupt` if the backfill is interrupted meanwhile.
 
-    Raises `KeyboardInterrupt` if the backfill is interrupted: a signal reaches its main thread
-    only.
+    The runs of a backfill work in threads, but Ctrl-C reaches only the main thread of the process.
+    Outside a backfill, this is an ordinary sleep.
     """
     interrupted = _interrupted.get()
     if interrupted is None:
@@ -276,7 +276,10 @@ def dates_table(runs: Sequence[DatedRun]) -> list[dict[str, str]]:
 
 
 def summary(runs: Sequence[DatedRun]) -> str:
-    """Return a line that says how many dates are complete, and how many of these were before."""
+    """Return a line that says how many dates are complete.
+
+    It also says how many of them were complete before the backfill.
+    """
     complete = sum(run.complete for run in runs)
     before = sum(run.done for run in runs)
     return f"{complete:,} of {len(runs):,} dates are complete, {before:,} of them were before"

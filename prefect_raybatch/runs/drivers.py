@@ -85,6 +85,7 @@ def beats_at_work(store: Store) -> list[JsonObject]:
 def has_driver(store: Store) -> bool:
     """Return whether a driver works on the run in the directory `store`.
 
-    The first phase of an increment or of a cascade, in a directory of its own below it, counts.
+    A driver that works on the run's first phase counts, too. That phase has a directory of its own
+    below the run's.
     """
     return bool(beats_at_work(store))

@@ -222,8 +222,8 @@ def _with_reuse(
 ) -> RunReport:
     """Return the report with what reuse saved, and with the engine figures of the requests phase.
 
-    Also writes answers.json, which names the files of raw answers. They are kept for `days` after
-    now; None: as long as the run.
+    Also writes answers.json, which names the files of raw answers. The answers are kept for `days`
+    from now. If `days` is None, they are kept as long as the run.
     """
     begun, seconds = begin_requests_phase(ledger.store, increment), increment.seconds
     if begun is not None:

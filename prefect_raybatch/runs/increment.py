@@ -246,7 +246,11 @@ def plan_increment(
 
 
 def _precision(resolved: Resolved, spec: RunSpec, reusable: ReusableRuns) -> TakenPrecision | None:
-    """Return the precision that the new run takes over, None if there is none."""
+    """Return the precision that the new run takes over from another run; None to decide anew.
+
+    The other run is the one whose failed rows are retried, or one whose answers are reused. Raises
+    `DamagedAnswers` if reused answers have no readable record of their precision.
+    """
     retry, output = resolved.identity.retry, spec.output
     root = open_store(output.uri, dict(output.options) or None) if retry else None
     parent = root.sub(retry["parent"]) if root is not None and retry else None
@@ -260,7 +264,10 @@ def _precision(resolved: Resolved, spec: RunSpec, reusable: ReusableRuns) -> Tak
 
 
 def _of_one_precision(found: ReusableRuns, precision: TakenPrecision | None) -> ReusableRuns:
-    """Return the runs that decided on `precision` (None: all): answers of two must not mix."""
+    """Return `found` without the answers that are not in this `precision`.
+
+    Answers in two precisions must not mix. If `precision` is None, returns all of `found`.
+    """
     if precision is None:
         return found
     held = []

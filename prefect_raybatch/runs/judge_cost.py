@@ -58,13 +58,13 @@ class HostedJudge:
     ) -> float:
         """Estimate the most that judging can cost, in the job's currency. Sends no request.
 
-        It is computed for answers of the full length that `answers`, the sampling of the judged
-        job, allows. The judge's requests are built for a sample of input rows, with such an answer
-        in each of the columns `added` by the judged job, and other rows count as the sample's
-        average. `read` and `inventory` say how the input is read and what it consists of. With
-        `copied`, the run will copy the input, and the sample is the input's beginning. A verdict
-        counts as many tokens as a label in JSON. Raises `UnknownCost` if the endpoint has no price,
-        answers have no limit, or no request can be built.
+        The judge's requests are built for a sample of input rows. Each has an answer in every
+        column of `added`, the columns that the judged job adds. The answer is as long as `answers`,
+        the sampling of the judged job, allows. Rows outside the sample cost as much as the sampled
+        ones on average. A verdict counts as many tokens as a label in JSON. `read` and `inventory`
+        say how the input is read and what it consists of. If the run will copy the input
+        (`copied`), the sample is the input's beginning. Raises `UnknownCost` if the endpoint has no
+        price, if answers have no limit, or if no request can be built.
         """
         if self.endpoint.price_in is None and self.endpoint.price_out is None:
             raise UnknownCost("quality.judge.endpoint has no price_in and price_out")

@@ -33,14 +33,19 @@ PRUNING, DAMAGED = "half removed", "not readable"
 class RunLine:
     """A run in a list of runs, or an attempt at a run that has no plan yet (no `has_plan`).
 
-    `run` is its directory's URI; `state` is e.g. "completed", "failed" or "not readable". `rows`
+    `run` is its directory's URI. `state` is e.g. "completed", "failed" or "not readable". `rows`
     and `shards` are planned; `committed` counts shards. `good` (answered) and `quarantined` rows
-    are None until the run is complete. `created` and `finished` are when it was planned and
-    completed, or an attempt's start and end, in seconds since 1970. `first_created` is when the run
-    was planned; for a repaired run, when the original was. `parent` is the key of the run whose
-    failed rows this one retries, `forked_from` of the damaged run that it continues. `trouble` says
-    why the directory is unreadable, or "". `failure` says why the last attempt at an incomplete run
-    failed; `command` runs it again, once `first_step` is done. Each of these three may be "".
+    are None until the run is complete.
+
+    Times are in seconds since 1970. `created` is when the run was planned, or when the attempt
+    began. `finished` is when the run was completed, or when the attempt ended. `first_created` is
+    when the run was planned; for a repaired run, when the original run was planned.
+
+    `parent` is set for a retry: the key of the run whose failed rows it retries. `forked_from` is
+    set for a repaired run: the key of the damaged run that it continues.
+
+    These texts may be "". `trouble` says why the directory is unreadable. `failure` says why the
+    last attempt at an incomplete run failed. `command` runs it again, once `first_step` is done.
     """
 
     run_key: str
@@ -65,7 +70,10 @@ class RunLine:
 
     @property
     def is_attempt(self) -> bool:
-        """Return whether this is an attempt at a run without a plan; it ended or is planning."""
+        """Return whether this is an attempt at a run that has no plan.
+
+        The attempt is still planning, or it ended before there was a plan.
+        """
         return not self.has_plan
 
 

@@ -60,7 +60,7 @@ def open_run(uri: str, options: StoreOptions | None = None, partial: bool | str 
 
 
 def partial_place(uri: str, options: StoreOptions | None, name: str | None) -> str:
-    """Return the folder of a run's partial result `name`; None: of the newest one.
+    """Return the folder of a run's partial result `name`, or of the newest one if `name` is None.
 
     Raises `NoSuchRun` if there is none.
     """

@@ -151,9 +151,11 @@ def _check_cluster(resolved: Resolved) -> None:
 
 
 def check_places(read: ReadSpec, output: str, options: StoreOptions) -> None:
-    """Raise `ConfigError` if `output` lies inside the input, is a file, or lies below a file.
+    """Raise `ConfigError` if a run cannot or must not write below `output`.
 
-    Also if the URI of an Azure container lacks the storage account and `options` do not name it.
+    It must not if `output` is inside the input that `read` describes. It cannot if `output` is a
+    file or lies below a file. It cannot either if the URI of an Azure container lacks the storage
+    account and `options` do not name it.
     """
     from prefect_raybatch.source import reaches
 
@@ -189,10 +191,10 @@ def check_schema_names(types: Mapping[str, str] | None) -> None:
 def check_same_job(
     plan: Plan, resolved: Resolved, where: str, accept: Sequence[str] = ()
 ) -> tuple[Accepted, ...]:
-    """Return the differences between a job and a plan, all of which `accept` names.
+    """Check that a job differs from a plan only in fields that `accept` names.
 
-    Raises `PlanMismatch` for any other difference; its message names the run as `where`. For a plan
-    that retries failed rows, the job's input is not compared.
+    Returns these differences. Raises `PlanMismatch` for any other difference; its message names the
+    run as `where`. For a plan that retries failed rows, the job's input is not compared.
     """
     own = resolved.retrying(plan.parts.get("retry"))
     return check_acceptable(plan, own.identity, where, accept, user_at_host())
@@ -262,8 +264,9 @@ def length_of_spec(
 ) -> counting.PromptLengths:
     """Return `measured` with the `max_model_len` that `auto` resolves to.
 
-    This is the measured length or, in a run that reuses answers, the earlier run's if it is larger.
-    Raises `ConfigError` if the job sets too few tokens per step for it.
+    This is the measured length. In a run that reuses answers, it is the length of the run that gave
+    them, if that is larger. Raises `ConfigError` if the job sets too few tokens per step for the
+    length.
     """
     if spec.reuse.keeps:
         from prefect_raybatch.runs.reusable_runs import with_reused_context

@@ -66,18 +66,21 @@ def decided_precision(
     meter: CostMeter | None = None,
     halted: Callable[[], RayBatchError | None] | None = None,
 ) -> Mapping[str, str]:
-    """Return the engine arguments of the precision that a run uses; decide and record it if needed.
+    """Return the engine arguments of the precision that a run uses; {} for the unquantized model.
 
-    They are {} for the unquantized model. A decision on record holds. Else the run takes over the
-    decision of the run whose failed rows it retries or whose answers it reuses, because answers of
-    two precisions must not mix. Else it infers a sample of rows without quantization and in each
-    precision to try, until one agrees well enough. `attempt` is the id of this attempt, `user` its
-    registration with the cluster, `engine` replaces the engine stage in tests. `meter` counts the
-    GPU time of the trials; `halted` returns the error if the run must stop.
+    A decision on record holds. Without one, the precision is decided and recorded:
+    1. If the run retries failed rows or reuses answers, it takes over the decision of that other
+       run, because answers of two precisions must not mix.
+    2. Otherwise it infers a sample of rows without quantization and in each precision to try, until
+       one agrees well enough.
 
-    Raises `CorruptRun` if shards are committed without a decision, `ConfigError` if the input has
-    too few rows to show the required agreement, a fatal loss's error or `EngineFailure` if the
-    unquantized model does not work.
+    `attempt` is the id of this attempt, `user` its registration with the cluster. `engine` replaces
+    the engine stage in tests. `meter` counts the GPU time of the trials. `halted` returns the error
+    if the run must stop.
+
+    Raises `CorruptRun` if shards are committed without a decision, and `ConfigError` if the input
+    has too few rows to show the required agreement. If the unquantized model does not work, raises
+    `EngineFailure` or the error with which a shard of the sample failed.
     """
     note = read_precision(ledger.store)
     if note is None:
@@ -134,7 +137,10 @@ def _of_plan(plan: Plan) -> PrecisionNote | None:
 
 
 def precision_of(store: Store) -> PrecisionNote | None:
-    """Return which precision a run or its requests phase decided on or took over; None if none."""
+    """Return the precision that a run uses, as it decided or took over; None if there is no record.
+
+    A decision of its requests phase counts, too.
+    """
     plan = Ledger(store).load_plan()
     asks = read_precision(requests_ledger(store).store)
     return asks or read_precision(store) or (None if plan is None else _of_plan(plan))
@@ -145,9 +151,10 @@ def taken_precision(
 ) -> TakenPrecision | None:
     """Return the precision that a new run takes over from another run; None to decide anew.
 
-    `tries` are the engine arguments of the precisions to try; without any (no `try-fp8`), returns
+    `tries` are the engine arguments of the precisions to try. Without any (no `try-fp8`), returns
     None. `parent` is the run whose failed rows are retried: if it is set, only its decision counts.
-    Else the first decision of the `earlier` runs counts, whose answers are reused.
+    `earlier` are the runs whose answers are reused. Without a `parent`, the first decision among
+    them counts.
 
     Raises `CorruptRun` if there are `earlier` runs, no `parent`, and no decision.
     """
@@ -229,11 +236,12 @@ class SampleBench:
         stored: Mapping[SampledRow, RowOutcome],
         confidence: float,
     ) -> PrecisionTry:
-        """Infer the sample with an engine of `spec`, which has the arguments `tried`; compare.
+        """Infer the sample with an engine of `spec`; compare the outcomes with those in `stored`.
 
-        `stored` has the outcomes to compare with, of the unquantized model or the unchanged job.
-        The agreement's lower bound holds with `confidence` (0 to 1). If the engine does not work,
-        the result's `error` says why.
+        `tried` are the settings in which `spec` differs from the unquantized model or the unchanged
+        job, whose outcomes `stored` has. They are only recorded in the result. The agreement's
+        lower bound holds with `confidence` (0 to 1). If the engine does not work, the result's
+        `error` says why.
         """
         began = time.monotonic()
         try:

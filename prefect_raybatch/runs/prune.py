@@ -147,13 +147,14 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
 
 
 def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
-    """Return (first run, all runs) of each family; the first retries or continues none of `lines`.
+    """Return (first run, all runs) of each family.
 
-    The family whose first run was planned last comes first; a repaired run counts as planned when
-    the original was. An unreadable directory counts as a retry if its key ends in .rNUMBER, and
-    as a repaired run if its key ends in .mNUMBER. Attempts without a plan and half removed runs are
-    left out, and their place in a chain of repairs is skipped. A run that was repaired before it
-    was complete is a family by itself: it has no retries.
+    A family is a run with its retries and the runs that continue it after a repair. The family
+    whose first run was planned last comes first; a repaired run counts as planned when the original
+    was. An unreadable directory counts as a retry if its key ends in .rNUMBER, and as a repaired
+    run if its key ends in .mNUMBER. Attempts without a plan and half removed runs are left out. If
+    a run in a chain of repairs is left out, the next one counts as the repair of the one before it.
+    A run that was repaired before it was complete is a family by itself: it has no retries.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
     repaired = {_parent(line, by_key) for line in by_key.values() if line.forked_from}
@@ -184,8 +185,9 @@ def _age_key(first: RunLine) -> tuple[object, ...]:
 def _parent(line: RunLine, by_key: Mapping[str, RunLine]) -> str:
     """Return the key of the run that `line` retries or continues; "" if there is none.
 
-    For an unreadable directory, it is derived from its key: X for X.r1 and X.m1, X.m1 for X.m2. A
-    repaired run that is missing in `by_key` stands for the run that it continued.
+    For an unreadable directory, it is derived from its key: X for X.r1 and X.m1, X.m1 for X.m2. If
+    that run is not in `by_key` and is itself a repaired run, returns the key of the run that it
+    continued.
     """
     if line.state != DAMAGED or line.parent or line.forked_from:
         key = line.parent or line.forked_from or ""
@@ -207,10 +209,12 @@ def _retry_number(line: RunLine) -> int:
 
 
 def _reason_to_keep(first: RunLine, members: list[RunLine], before: float) -> str | None:
-    """Return why a run and its retries (`members`) must be kept; None if they may be removed.
+    """Return why a family of runs (`members`) must be kept; None if it may be removed.
 
-    They must be kept if one of them is not complete or finished after `before` (seconds since
-    1970), or if the `first` is itself a retry, of a run that is missing.
+    It must be kept in each of these cases:
+    - A member is not complete.
+    - A member finished after `before` (seconds since 1970).
+    - The `first` run is a retry. The run that it retries is then missing.
     """
     if first.parent is not None:
         return (
@@ -226,10 +230,11 @@ def _reason_to_keep(first: RunLine, members: list[RunLine], before: float) -> st
 
 
 def _steps_left(root: Store, members: list[RunLine]) -> str | None:
-    """Return what is left to do for one of the complete runs `members`; None if nothing is.
+    """Return a text on the first step that one of the complete runs `members` still lacks.
 
-    A run may still be measured, judged or published, unless a repaired run continues it. If its
-    records cannot be read, returns why.
+    The steps are measuring, judging and publishing. A run that a repaired run continues needs none
+    of them. If the records of a run cannot be read, the text says why. Returns None if no step is
+    left.
     """
     by_key = {line.run_key: line for line in members}
     repaired = {_parent(line, by_key) for line in members if line.forked_from}
@@ -251,7 +256,10 @@ def _steps_left(root: Store, members: list[RunLine]) -> str | None:
 
 
 def _step_left(store: Store, key: str) -> str | None:
-    """Return what is left to do for the complete run `key` in `store`, or None."""
+    """Return a text on a step that the complete run `key` in `store` still lacks.
+
+    Returns None if no step is left.
+    """
     read_last_attempt(store)  # raises if it is damaged, which `open_step_of` ignores
     step = open_step_of(store)
     if step is not None and step.under_way:
@@ -276,9 +284,11 @@ def _reason_to_keep_attempt(
 ) -> str | None:
     """Return why the record of an attempt without a plan is kept; None if it may be removed.
 
-    It is kept if the attempt has no recorded end, ended after `before` (seconds since 1970) or
-    after one of `runs_kept` finished, or if its directory holds other files, which a process that
-    plans the run may be using.
+    It is kept in each of these cases:
+    - The attempt has no recorded end.
+    - It ended after `before` (seconds since 1970).
+    - It ended after a run in `runs_kept` finished, or `runs_kept` is empty.
+    - Its directory holds other files. A process that plans the run may be using them.
     """
     if line.finished is None:
         return "it may still be planning"

@@ -29,9 +29,8 @@ from prefect_raybatch.ledger.success import read_success
 def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[str, SomePositions]:
     """Return {file path: positions in the file} of the run's rejected answers.
 
-    An answer is rejected if rows failed with it and none succeeded or was left out by postprocess.
-    All shards must be committed. Memory: two bytes per answer, and one table of
-    `increment.places`.
+    An answer is rejected if every row with it failed. A row that postprocess left out did not fail.
+    All shards must be committed. Memory: two bytes per answer, and one table of `increment.places`.
     """
     taken = sum(part.rows for part in increment.reused)
     answers = taken + increment.counts.asked

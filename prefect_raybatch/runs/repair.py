@@ -64,11 +64,13 @@ class Repaired:
     """The outcome of a repair, which may create a fork: a new run with the intact shards.
 
     `run` is the URI of the damaged run. `run_key` is the key of the fork, None if no fork was
-    needed. Of the run's `shards`, `taken` were intact and are in the fork; `lost` are the numbers
-    of the damaged ones. `faults` says what is damaged (up to MAX_FAULTS_LISTED). `published` names
-    the targets that have rows of the damaged run, `retries` its retries. `restored` says which
-    records were restored in the damaged run. `raybatch run` continues the fork under the run key
-    `continue_as`, which is also that of {run_key} in the job.
+    needed. `shards` is the run's number of shards. `taken` is how many of them were intact and are
+    in the fork. `lost` are the numbers of the damaged ones. `faults` says what is damaged (up to
+    MAX_FAULTS_LISTED). `published` names the targets that have rows of the damaged run. `retries`
+    are the keys of its retries. `restored` says which records were restored in the damaged run.
+
+    `continue_as` is the run key with which `raybatch run` continues the fork, None without a fork.
+    The placeholder {run_key} in the job stands for this key, too.
     """
 
     run: str
@@ -167,9 +169,10 @@ def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str
 
 
 def _continue_as(root: Store, plan: Plan, fork: str) -> str:
-    """Return the key of the first run if it leads to `fork`, the repair of `plan`; else `fork`.
+    """Return the run key with which `raybatch run` continues `fork`, the repair of the run `plan`.
 
-    It does not if one of the runs between them was deleted.
+    This is the key of the original run, because `raybatch run` follows its repairs to the last one.
+    If one of the earlier runs was deleted, it is the key of the fork itself.
     """
     first = Ledger(root.sub(original_key(plan)))
     with suppress(CorruptRun):
@@ -214,7 +217,12 @@ def _prepare_fork(member: Member, requests_run: Member | None, answers: StoredAn
 
 
 def _asks(old: Ledger, increment: Increment | None, fault: FaultHandler) -> Member | None:
-    """Return a run's requests phase, None if it has none; call `fault` for a damaged `_SUCCESS`."""
+    """Return a run's requests phase; None if it has none.
+
+    The requests phase is a run inside the run directory. It sends the requests whose answers the
+    run's rows look up. `fault` is called with the error if the `_SUCCESS` of that phase is damaged.
+    The phase is then returned as unfinished.
+    """
     if increment is None or increment.asks is None:
         return None
     ledger, plan = requests_ledger(old.store), Plan.from_bytes(dump(increment.asks))
@@ -226,10 +234,11 @@ def _asks(old: Ledger, increment: Increment | None, fault: FaultHandler) -> Memb
 
 
 def _lost(member: Member, fault: FaultHandler) -> tuple[int, ...]:
-    """Return the numbers of the lost shards; call `fault` with a text on each fault.
+    """Return the numbers of the lost shards.
 
     A shard is lost if its commit, a piece or a result file with its rows is missing or changed. In
-    an unfinished run, a shard without a commit is pending and not lost.
+    an unfinished run, a shard without a commit is pending and not lost. `fault` is called with a
+    text on each fault.
     """
     committed = member.ledger.committed(member.plan)
     if member.summary is not None and not committed.all():
@@ -266,8 +275,9 @@ def _check_answers(requests_run: Member, answers: StoredAnswers) -> None:
 def _begin(old: Ledger, fork_ledger: Ledger, plan: Plan, key: str) -> Plan:
     """Copy the old run's snapshot, tables, reused answers and schema to a fork; write its plan.
 
-    The differences between job and plan that were accepted are copied, too, as an attempt's.
-    Returns this plan. `key` is the fork's key. Raises `CorruptRun` if something to copy is lost.
+    Returns the fork's plan. `plan` is the old run's plan, `key` is the fork's key. The accepted
+    differences between job and plan are copied, too: they are recorded as an attempt at the fork.
+    Raises `CorruptRun` if something to copy is lost.
     """
     fork_ledger.store.probe()
     if plan.snapshot:

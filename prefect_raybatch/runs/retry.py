@@ -281,9 +281,9 @@ def _missing_targets(member: Member) -> list[str]:
 def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]) -> NothingToRetry:
     """Return `NothingToRetry` if the retries `takers` answered all rows that they took.
 
-    Rows that only a retry of such a retry answered count as well. The last retry of each chain must
-    be finished and published. Otherwise raises `ConfigError`, which says which retry to finish,
-    publish or retry.
+    A row that failed there may also have been answered by a retry of the retry, and so on. The last
+    retry of each such chain must be finished and published. Otherwise raises `ConfigError`, which
+    says which retry to finish, publish or retry.
     """
     here = family.root.uri
     failed = failed_numbers(parent)
@@ -313,10 +313,11 @@ def require_all_retried(family: Family, parent: Member, takers: Sequence[Member]
 
 
 def takers_of_all(family: Family, parent: Member) -> list[tuple[Member, int]]:
-    """Return (retry, how many rows failed there again) of the retries of a finished run.
+    """Return the retries of a finished run, each with the number of rows that failed there again.
 
-    Returns [] if some failed rows of the run are in no retry. Of a damaged run's retry, only rows
-    that failed in `parent` count. The number is 0 for an unfinished retry.
+    The number is 0 for an unfinished retry. If `parent` is a repaired run, retries of the damaged
+    run count as its retries. Only rows that failed in `parent` are then counted. Returns [] if some
+    failed rows of the run are in no retry.
     """
     children = family.children(parent.key)
     if family.is_fully_retried(parent):
@@ -340,10 +341,11 @@ def _retry_command(root: str, member: Member) -> str:
 
 
 def _ends(family: Family, member: Member, rows: np.ndarray) -> list[tuple[Member, int]]:
-    """Return the last runs that retry those of `rows` that failed in `member`, or `member` itself.
+    """Return the last runs that retry the failed rows of `member`, as far as these are in `rows`.
 
     If retries took all these rows, returns the last retry of each chain, which may be unfinished.
-    Otherwise returns `member`. The number is how many of `rows` failed there, 0 if unfinished.
+    Otherwise returns `member` itself. Each run comes with the number of these rows that failed
+    there, 0 for an unfinished run.
     """
     if member.summary is None or not member.failed:
         return [(member, 0)]

@@ -27,11 +27,13 @@ def share_of_retry(
 ) -> tuple[RetryShare, bytes] | None:
     """Return how many rows a cascade's retry may send to the larger model, and a Parquet table.
 
-    The table has the positions, in the retry, of rows that a finished run of the family (a run and
-    its retries, and those of damaged runs that it continues) sent to the larger model. These rows
-    may be sent again. Of the other rows, as many may be sent as `at_most` leaves after the rows
-    sent so far and those that unfinished retries may still send. `numbers` are the ascending
-    row numbers of the retry's rows in the first run.
+    The table has the positions, in the retry, of rows that a finished run of the family already
+    sent to the larger model. The family is a run and its retries. If the run continues damaged
+    runs, their retries count, too. The rows in the table may be sent again.
+
+    Of the other rows, as many may be sent as `at_most` leaves after the rows sent so far and those
+    that unfinished retries may still send. `numbers` are the ascending row numbers that the retry's
+    rows have in the first run.
 
     Returns None for a job without a cascade or with `at_most` 1. Raises `CorruptRun` if the record
     of rows that were sent is unreadable.

@@ -76,12 +76,12 @@ def log_skipped_run(error: DamagedAnswers) -> None:
 class ReusableRuns:
     """Earlier runs with raw answers: the one that the job's `reuse` names, then its retries.
 
-    With `reuse: all` (`every_run`), all runs of the job that keep answers, newest first. `runs` has
-    the URIs of all of them. The context of a run is the hash of what all its requests have in
-    common (model, sampling, ...). Only answers from the new run's context can be reused: `held` has
-    (store, record of answers) of each run of `runs` with that context. If the first run of `runs`
-    has another context, `differs` names the job fields in which it differs from the new run; else
-    it is ().
+    With `reuse: all` (`every_run`), they are all runs of the job that keep answers, newest first.
+    `runs` has the URIs of all of them. The context of a run is the hash of what all its requests
+    have in common (model, sampling, ...). Only answers from the new run's context can be reused:
+    `held` has (store, record of answers) of each run of `runs` with that context. If the first run
+    of `runs` has another context, `differs` names the job fields in which it differs from the new
+    run; else it is ().
     """
 
     runs: tuple[str, ...] = ()
@@ -112,10 +112,11 @@ class ReusableRuns:
         return next((seconds for seconds in known if seconds is not None), None)
 
     def every_key(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
-        """Yield (request keys of stored answers, bool array: which may be reused) in batches.
+        """Yield the request keys of stored answers, in batches, each with a bool array.
 
-        The keys are in the order of `files` and of the rows in each file. Raises `DamagedAnswers`
-        if a file cannot be read; checksums are not compared here but when answers are copied.
+        The array says which of these answers may be reused. The keys are in the order of `files`
+        and of the rows in each file. Raises `DamagedAnswers` if a file cannot be read. Checksums
+        are not compared here, but later, when answers are copied.
         """
         for store, answers, part in self.files:
             with (
@@ -279,7 +280,10 @@ def _answers_of(store: Store) -> Answers | None:
 
 
 def _retries(root: Store, family: Family, member: Member) -> Iterator[Member]:
-    """Yield the retries of a run, then those of the runs that it was forked from, parents first."""
+    """Yield the retries of a run, each before its own retries.
+
+    If the run was forked from damaged runs, the retries of these runs follow.
+    """
     yield from _descendants(family, member.key)
     for former in former_families(root, member.plan):
         yield from _descendants(former, former.base)

@@ -129,10 +129,10 @@ def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | 
 
 
 def _needed(found: list[RunLine], most: int) -> list[RunLine]:
-    """Return the newest `most` of the runs `found`, and earlier ones to compare them with.
+    """Return the newest `most` of the runs `found`, followed by earlier ones to compare them with.
 
-    `found` is newest first. The earlier ones end with the MOST_RUNS-th complete run before the
-    newest `most`, because drift is computed from so many; with fewer, all runs are returned.
+    `found` is newest first. There are as many earlier runs as needed to contain MOST_RUNS complete
+    ones, because drift is computed from so many. If there are fewer, all runs are returned.
     """
     completed = [number for number in range(most, len(found)) if found[number].state == COMPLETED]
     return found[: completed[MOST_RUNS - 1] + 1] if len(completed) >= MOST_RUNS else found

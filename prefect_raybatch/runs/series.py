@@ -48,12 +48,18 @@ class MeasuredRun:
 
 
 def accuracy_in(store: Store) -> MeasuredRun | None:
-    """Return the recorded accuracy of a run on golden rows; None if it is in no series."""
+    """Return the recorded accuracy of a run on golden rows.
+
+    Returns None if the run was not measured, or if its record names no series.
+    """
     return _counted(read_accuracy(store))
 
 
 def judgement_in(store: Store) -> MeasuredRun | None:
-    """Return the recorded accuracy of a run by its judge; None if it is in no series."""
+    """Return the recorded accuracy of a run by its judge.
+
+    Returns None if the run was not judged, or if its record names no series.
+    """
     return _counted(read_judgement(store))
 
 
@@ -144,8 +150,8 @@ def _measured_before(
 ) -> Iterator[tuple[str, MeasuredRun]]:
     """Yield (run key, measurement) of the job's measured runs before `plan`, newest first.
 
-    A run and its repaired runs count as one, with the key of the original and the measurement of
-    the last of them that has one.
+    A run and the repaired runs that continue it count as one run. Its key is that of the original.
+    Its measurement is that of the latest of them that was measured.
     """
     began, seen = _planned_at(plan), {original_key(plan)}
     lines = [

@@ -67,28 +67,31 @@ log = logging.getLogger(__name__)
 class Status:
     """The current state of a run directory.
 
-    `state` is "planned", "unfinished", "completed" or, if the latest attempt failed, "failed", for
-    the reason `failure`; `command` continues the run, once `first_step` is done ("": nothing to
-    do). Of `rows`, `done` are committed: `good` with an answer, `quarantined`, or `skipped` because
-    output.postprocess left them out. `rate` is rows per second over the latest commits, or
-    over all commits if the run is complete or has no recent commit. `seconds_left` is None unless a
-    driver is at work. `failures` maps kinds of failure to rows.
+    `state` is "planned", "unfinished", "completed" or, if the latest attempt failed, "failed".
+    `failure` says why it failed. `command` continues the run, once `first_step` is done ("":
+    nothing to do). Of `rows`, `done` are committed: `good` with an answer, `quarantined`, or
+    `skipped` because output.postprocess left them out. `rate` is rows per second over the latest
+    commits, or over all commits if the run is complete or has no recent commit. `seconds_left` is
+    None unless a driver is at work. `failures` maps kinds of failure to the number of rows.
 
-    `attempts` are the records of attempts, oldest first, `beats` the heartbeats of those without an
-    end, newest first. `strays` are unexpected files among the commits. `stopped` says how the
-    latest attempt crossed its error budget, `drained` which drain request stopped it; None if it
-    did not, or none did. `partials` are the partial results, newest first.
-    `cost` is the cost of all attempts, `cost_end` the expected total; None if unknown.
-    `superseded_by` is the URI of the repaired run that replaces this one. `undone` says which step
-    of a complete run was not done, and why, `under_way` which process does one now. `retried_by`
-    are the keys of retries that took all failed rows, `failed_again` the number of rows that failed
-    there too (None until all these retries are complete), `retry_options` the options that
-    `raybatch retry-failed` needs.
+    `attempts` are the records of attempts, oldest first. `beats` are the heartbeats of attempts
+    without a recorded end, newest first. `strays` are unexpected files among the commits. `stopped`
+    says how the latest attempt crossed its error budget, None if it did not. `drained` is the drain
+    request that stopped the latest attempt, None if none did. `partials` are the partial results,
+    newest first. `cost` is the cost of all attempts, `cost_end` the expected total; None if
+    unknown.
+
+    `superseded_by` is the URI of the repaired run that replaces this one. A complete run may still
+    be measured, judged or published: `undone` says which of these steps was not done, and why;
+    `under_way` says which of them is in progress, and where. `retried_by` are the keys of the
+    retries, if they took all failed rows. `failed_again` is the number of rows that failed there
+    too, None until all these retries are complete. `retry_options` are the options that `raybatch
+    retry-failed` needs.
 
     `first_phase` is the state of the first phase of a run with two. In a cascade, `asked_larger`
-    counts the `done` rows that the larger model answered or failed. In its `first_phase`,
-    `to_larger` counts failed rows that go on to the larger model; `quarantined` and `failures` do
-    not count these.
+    counts the `done` rows that the larger model answered or failed. In the `first_phase` of a
+    cascade, `to_larger` counts failed rows that go on to the larger model. They are not in its
+    `quarantined` and `failures`.
     """
 
     run: str

@@ -155,9 +155,10 @@ def altered(
 ) -> list[Trial]:
     """Try each of `options`, which may change answers, on top of the best of `trials`.
 
-    Returns the new trials, in the order of `options`. Stops when a trial as long as the longest new
-    one would end after `ends`, a time of `clock`. Tries none if none of `trials` worked. `observe`
-    is called with each new trial.
+    Returns the new trials, in the order of `options`. The trials have to end by `ends`, a time of
+    `clock`: no further one begins if it would end later, even if it takes only as long as the
+    longest new trial so far. Tries none if none of `trials` worked. `observe` is called with each
+    new trial.
     """
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
@@ -218,8 +219,8 @@ def search(
 
     While a change helps, the field is changed further in the same direction. `starts` are the
     fields' values in the unchanged job; `axes` maps a field to a function from a value to the next
-    ones to try. The search ends `seconds` after the first trial's first row, earlier by the time
-    that `kept` more trials will need (at most half of `seconds`).
+    ones to try. The search ends `seconds` after the first trial's first row. It ends earlier if
+    `kept` more trials are to follow it: the time for them, at most half of `seconds`, is left free.
     """
     took = 0.0  # seconds of the latest trial
 
@@ -466,7 +467,10 @@ def remove_trials(output: Store, top: str) -> None:
 
 
 def changes_text(changes: Changes) -> str:
-    """Return settings as text, e.g. `engine.max_num_seqs: 512`; of speculation, the method only."""
+    """Return settings as text, e.g. `engine.max_num_seqs: 512`.
+
+    For settings of speculation, the text has only the method.
+    """
     named = (
         (name, value.get("method", value) if isinstance(value, Mapping) else value)
         for name, value in changes.items()

@@ -77,9 +77,9 @@ def least_sample(least: float, confidence: float) -> int:
 def sample_size(least: float, confidence: float) -> int:
     """Return how many rows to compare to show that at least the share `least` of all rows agrees.
 
-    The number is meant for an input in which at most half as many rows differ as `least` allows. It
-    is at least `LEAST_SAMPLE`. It is at most `MOST_SAMPLE`, unless even a sample in which all rows
-    agree must be larger.
+    The number suffices if the share of rows that differ is at most half of what `least` allows.
+    It is at least `LEAST_SAMPLE`, and normally at most `MOST_SAMPLE`. It is higher if even a sample
+    in which all rows agree shows less than `least` with only `MOST_SAMPLE` rows.
     """
     must = least_sample(least, confidence)
     for differ in range(1, 100):

@@ -86,7 +86,7 @@ def card(name: str) -> Card | None:
 def without_nvlink(name: str) -> bool:
     """Return whether GPUs of this name communicate over PCIe alone, as RTX cards do.
 
-    Returns False for other unknown models.
+    If the model is not in `CARDS`, this is guessed: True if RTX is a word of the name, else False.
     """
     found = card(name)
     return not found.nvlink if found else "RTX" in re.split(r"[^A-Z0-9]+", name.upper())

@@ -82,9 +82,10 @@ class Tokens:
     """Estimated tokens of a row's prompt and of its answers.
 
     `shared` is the prefix that all prompts have in common, `own` the rest of the prompt. `out` is
-    the most that all answers to the row may have, and `why` is the reason for it. `form` is the
-    backend of the grammar that answers follow, "" without a grammar. `text`: vLLM detokenizes the
-    answer. `mean` is the expected number of answer tokens, 0 if it is `out`.
+    the most tokens that all answers to the row together may have, and `why` is the reason for it.
+    `mean` is the expected number of answer tokens; 0 says that it equals `out`. `form` is the
+    backend of the grammar that answers follow, "" without a grammar. `text` says that vLLM
+    detokenizes the answer.
     """
 
     shared: int
@@ -123,8 +124,8 @@ class Tokens:
     def cached_per_row(self, times: int = 1) -> int:
         """Return the tokens of KV cache that each row takes besides `cached_once`, in whole blocks.
 
-        Counts `times` times the row's own prompt and answers, and the end of the shared prefix that
-        fills no whole block.
+        Counts the row's own prompt and answers, multiplied by `times`. Adds the end of the shared
+        prefix that is too short to fill a block.
         """
         own = self.shared - self.cached_once + times * (self.own + self.out)
         return -(-own // CACHE_BLOCK) * CACHE_BLOCK
@@ -133,9 +134,10 @@ class Tokens:
 def gpu_seconds(model: Model, card: Card, row: Tokens, seqs: float) -> float:
     """Return the GPU seconds that a row takes if a step has `seqs` sequences.
 
-    Counts FLOPs and bytes of the row's uncached tokens and, per answer token, 1 / `seqs` of what a
-    step takes: its fixed time and the reading of the weights. A step of a mixture of experts reads
-    all weights, but a token is computed by its own experts only.
+    Counts the FLOPs and bytes of the row's uncached tokens. A step also takes a fixed time and
+    reads the weights. These are divided among its `seqs` sequences, and each answer token counts
+    one such part. A step of a mixture of experts reads all weights, but a token is computed by its
+    own experts only.
     """
     out = row.expected
     work = work_of(model, card)

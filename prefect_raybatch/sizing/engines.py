@@ -39,10 +39,10 @@ SEQUENCE_GAIN = 0.005
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
     """Return whether the KV cache of each of `engines` engines on a GPU probably holds enough rows.
 
-    Enough means `max_num_seqs` rows as long as `row`, with the shared prefix kept once. If engines
-    share the GPU, each has a fixed part of its memory: the cache must then hold rows of twice that
-    length, and at least one row of the context length. If the job sets the size of the cache, each
-    part must have room for a cache of that size instead.
+    Enough means `max_num_seqs` rows as long as `row`, with the shared prefix kept once. If several
+    engines share the GPU, each has a fixed part of its memory, so more room is required: for
+    `max_num_seqs` rows of twice that length, and for at least one row of the context length. If the
+    job sets the size of the cache, each part must have room for a cache of that size instead.
     """
     arguments, model = fit.arguments, fit.model
     if engines == 1:
@@ -68,10 +68,11 @@ def fewest(tried: Sequence[int], rate: Callable[[int], float], gain: float) -> i
 def fewest_sequences(
     fit: Fit, card: Card, row: Tokens, engines: int, tried: Sequence[int] = TRIED
 ) -> int:
-    """Return the smallest value of `tried` (max_num_seqs) with nearly the best rate.
+    """Return the smallest value of `tried` (max_num_seqs) whose rate is close to the best rate.
 
-    The rate is in rows per second of `engines` engines on one GPU. All values but the first are
-    skipped if they exceed what was measured or if the KV cache has no room for them.
+    The rate is in rows per second of `engines` engines on one GPU. The first value is always
+    considered. A higher value is skipped if the KV cache has no room for so many rows, or if the
+    cost model was never measured with so many.
     """
     most = min(MOST_TOTAL // engines, MOST_EXPERTS if fit.model.sparse else MOST_TOTAL)
     measured = [n for n in tried[1:] if n <= most]
@@ -105,9 +106,9 @@ def choose_engines_per_gpu(
 ) -> tuple[int, str]:
     """Return (engines per GPU, reason) for `engine.engines_per_gpu: auto`.
 
-    1 if the model or the GPU is unknown, or if an engine spans several GPUs. `length` is the
-    context length in tokens, if known; `pools`: the task does not generate; `sequences` are the
-    possible values of max_num_seqs.
+    The number is 1 if the model or the GPU is unknown, or if an engine spans several GPUs. `length`
+    is the context length in tokens, if known. `pools` says that the task does not generate.
+    `sequences` are the possible values of max_num_seqs.
     """
     parts = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     if parts > 1:

@@ -59,7 +59,7 @@ class Fit:
 
     @property
     def cache(self) -> float:
-        """Return the bytes of KV cache on each GPU: as the job sets them, else `left`."""
+        """Return the bytes of KV cache on each GPU: the job's value, else the free bytes."""
         return self.arguments.kv_cache_bytes or self.left
 
     @property
@@ -156,7 +156,7 @@ def _remedies(fit: Fit) -> list[str]:
 def _length(fit: Fit) -> int:
     """Return the longest sequence, in tokens, that the KV cache probably holds.
 
-    A multiple of 256; 0 if a sequence takes no KV cache.
+    The number is a multiple of 256. Returns 0 if a sequence takes no KV cache.
     """
     far = 1 << 20  # context from which layers with a sliding window no longer count
     one = fit.kv_bytes(far) / far

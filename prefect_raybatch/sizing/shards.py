@@ -93,10 +93,10 @@ def concurrent_batches(
 ) -> int:
     """Return the number of shards that are in flight in an engine at once.
 
-    It is the job's value (`asked`), else one more than are needed for `seqs` (max_num_seqs) rows,
-    and at least 2: the next shard begins while the last rows of one are answered. With `uneven`
-    answers, enough for twice `seqs` rows are in flight, because the longest answer holds up a
-    shard.
+    This is the job's value (`asked`), if set. Otherwise enough shards for `seqs` (max_num_seqs)
+    rows are in flight, plus one, and at least 2: the next shard begins while the last rows of
+    another are answered. `uneven` says that some answers are much longer than others. Then there
+    are shards for twice `seqs` rows, because the longest answer holds up a shard.
     """
     if asked:
         return asked

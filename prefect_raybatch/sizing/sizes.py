@@ -107,14 +107,15 @@ class Pool:
 class Sizing:
     """The sizes of a run; fields ending in `_why` are reasons.
 
-    `shards_a_worker` is the mean number of shards per engine, `concurrent` the shards in flight in
-    an engine; `saturated`: their rows are at least `max_num_seqs` or all rows of the run.
-    `arguments` are the engine arguments, `share` further ones that keep an engine to its share of a
-    GPU. `length` is the context length in tokens, if known. `problems` are texts on what makes the
-    run slow, with the change to make; `warnings` are about settings that may be intended. `work` is
-    the engine's work per token, None if the model or the GPU is unknown. `rate` is rows per second
-    on one GPU by the cost model, 0 if it is unknown or if the KV cache probably cannot hold the
-    rows at once.
+    `shards_a_worker` is the mean number of shards per engine, `concurrent` the number of shards in
+    flight in an engine. `saturated` says that the shards in flight have enough rows to keep an
+    engine busy: `max_num_seqs` rows, or all rows of the run. `arguments` are the engine arguments,
+    `share` further ones that keep an engine to its share of a GPU. `length` is the context length
+    in tokens, if known. `problems` are texts on what makes the run slow, with the change to make;
+    `warnings` are about settings that may be intended. `work` is the engine's work per token, None
+    if the model or the GPU is unknown. `rate` is the rows per second on one GPU, as the cost model
+    predicts. It is 0 if it is unknown, or if the KV cache is probably too small for `max_num_seqs`
+    rows.
     """
 
     pool: Pool
@@ -139,8 +140,8 @@ class Sizing:
     def uncommitted(self) -> int:
         """Return the most shards that may be started but not committed.
 
-        A crash may lose their answers. They are twice as many as engines and their queues hold, so
-        that engines need not wait for the finish stage.
+        A crash may lose their answers. The number is twice as many shards as the engines and their
+        queues hold, so that engines need not wait for the finish stage.
         """
         return 2 * self.pool.engines * (self.concurrent + 1)
 
@@ -160,9 +161,9 @@ def expected_engines(
 ) -> int:
     """Estimate the number of engines before the cluster is started, to choose the rows per shard.
 
-    `capacity` is None if nothing is known of the cluster, `model` if its size is unknown. If both
-    and the kind of GPU are known, the number is the cost model's choice for rows of `row_bytes`
-    bytes on average.
+    `capacity` is None if nothing is known of the cluster. `model` is None if the model's size is
+    unknown. If the cluster, the model's size and the kind of GPU are known, the number is the cost
+    model's choice for rows of `row_bytes` bytes on average. Otherwise it is a rough guess.
     """
     if capacity and model and gpu_of(spec.accelerator, capacity).card:
         row, length = Tokens.of(spec.row, row_bytes), spec.context or model.context
