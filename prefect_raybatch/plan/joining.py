@@ -61,8 +61,9 @@ class KeyBuckets:
     def add(self, keys: list[bytes] | bytes, numbers: np.ndarray, exact: np.ndarray) -> None:
         """Add 16-byte keys with the numbers of their rows or answers.
 
-        `keys` as bytes are all keys joined. `exact` (bool, for each key): one answer serves all
-        rows with this key, as for greedy sampling; otherwise each row takes an answer of its own.
+        `keys` is a list of keys or, as bytes, all keys joined. `exact` is a bool for each key. It
+        is True if one answer serves all rows with this key, as for greedy sampling. Otherwise each
+        row takes an answer of its own.
         """
         if not keys:
             return

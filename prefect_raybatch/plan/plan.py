@@ -244,7 +244,7 @@ def _check_fields_used(prompt: PromptSpec, names: Sequence[str]) -> None:
 def equal_requests_warning(spec: RunSpec) -> str | None:
     """Return a warning if all rows make the same request and their answers differ only by chance.
 
-    None if rows make different requests, or if equal requests get equal answers.
+    Returns None if rows make different requests, or if equal requests get equal answers.
     """
     if not spec.prompt.alike or not _answers_may_differ(spec.sampling, spec.engine.model):
         return None
@@ -255,7 +255,7 @@ def equal_requests_warning(spec: RunSpec) -> str | None:
 
 
 def _answers_may_differ(sampling: SamplingSpec, request: ModelRequest) -> bool:
-    """Return whether equal requests may get different answers, being sampled without a seed."""
+    """Return whether equal requests may get different answers: they are sampled without a seed."""
     return sampling.answers_may_differ and not request.pools
 
 

@@ -66,9 +66,9 @@ class TemplateCells:
     def shared(self, rows: int) -> tuple[float, float, tuple[str, ...]]:
         """Estimate (share now, best share, best order of the fields) for `rows` random rows.
 
-        A share is the fraction of all prompt characters in prefixes already computed for another
-        row. It is "now" with the fields in the template's order, and "best" with them in the best
-        order.
+        A share is the fraction of all prompt characters that a prefix cache saves, because the
+        prompt of another row begins with the same text. The first share is for the fields in the
+        template's order, the second for the fields in the best order.
         """
         count = len(self.fields)
         distinct = [self._distinct(held, rows) for held in range(1 << count)]

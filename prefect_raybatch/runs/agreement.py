@@ -40,10 +40,12 @@ def with_agreement(
     pages are written again. Earlier runs are looked for under `written`, the job's output.uri
     before placeholders are filled in.
 
-    Returns `report` unchanged if the run checked no row, is a retry of failed rows (they are no
-    random sample of the input), or has an agreement on record. With `needs_earlier`, returns it
-    unchanged also if no earlier run has an agreement: a later run can still compute this run's
-    agreement from its report.
+    Returns `report` unchanged in each of these cases:
+    - The run checked no row.
+    - It is a retry of failed rows, which are no random sample of the input.
+    - It has an agreement on record.
+    - `needs_earlier` is set, and no earlier run has an agreement. A later run can still compute
+      this run's agreement from its report.
     """
     if not report.cascade or not report.cascade[0].checked:
         return report

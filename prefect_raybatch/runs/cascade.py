@@ -98,10 +98,10 @@ def passed_on(plan: Plan) -> frozenset[str]:
 
 
 def _agreement(first: ModelShare, larger: ModelShare) -> tuple[str, ...]:
-    """Return (note,): on how many checked rows both models agree, and how many the larger failed.
+    """Return (note,); the note says on how many checked rows both models agree.
 
-    If the larger model answered none of the rows to check, the note says only how many it failed.
-    Returns () if there were no rows to check.
+    It also says how many of these rows the larger model failed. If the larger model answered none
+    of the rows to check, it says only that. Returns () if there were no rows to check.
     """
     failed = unanswered_text(first.unanswered, "checked row", "the larger model")
     if not first.checked:

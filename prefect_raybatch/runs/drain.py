@@ -48,8 +48,8 @@ def drain_run(run_dir: str, options: StoreOptions | None = None) -> Drained:
     The attempts start no further shards and end with `RunDrained`. Later attempts are not affected.
     If the run is complete and its answers are being judged, the judge is drained.
 
-    If the run was repaired, the run that continues it is drained; so is the run itself if it is not
-    finished, since a driver may still work on it.
+    If the run was repaired, the run that continues it is drained. If the run itself is not
+    finished, it is drained, too, since a driver may still work on it.
 
     Raises `ConfigError` for a complete run without a judge at work, `NoSuchRun` if `run_dir` has no
     run, and the store's errors.

@@ -305,7 +305,7 @@ def _cost(
 ) -> CostEstimate | None:
     """Return the estimated cost of `rows` of a run's `whole` rows; None for a job without prices.
 
-    For a hosted model, this is the most that they can cost.
+    For a hosted model, this is the most that these rows can cost.
     """
     most, endpoint = spec.limits.max_cost, spec.engine.model.endpoint
     if hosted is None or endpoint is None:
@@ -323,10 +323,10 @@ def _cost(
 
 
 def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, CostEstimate | None]:
-    """Return (text on the rows to judge, `cost`); the text has the cost of a hosted judge.
+    """Return (text on the rows to judge, `cost`).
 
-    `cost` is the estimate for the run. It gets a warning if rows and judge together cost more than
-    limits.max_cost.
+    The text includes the cost of a hosted judge. `cost` is the estimate for the run. It gets a
+    warning if rows and judge together cost more than limits.max_cost.
     """
     spec, job = checked.spec, checked.resolved.job
     text, currency = judge_plan(job.quality, checked.rows), spec.cluster.prices.currency

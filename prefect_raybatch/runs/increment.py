@@ -408,8 +408,8 @@ def plan_first_model(
 ) -> JsonObject:
     """Write the tables of the plan of a cascade's first model; return the cascade's increment.
 
-    It is what the plan records as `Plan.increment`. `share` limits the rows that a retry sends to
-    the larger model (see `share_of_retry`); None: no such limit.
+    The run's plan records the increment as `Plan.increment`. `share` limits the rows that a retry
+    sends to the larger model (see `share_of_retry`). It is None if there is no such limit.
     """
     model = resolved.with_adapters()
     row_bytes = run_input.row_bytes(spec, resolved.model)

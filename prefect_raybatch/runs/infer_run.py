@@ -505,7 +505,7 @@ class Attempt:
         return pipeline
 
     def _seconds_of_others(self) -> float:
-        """Return for how many seconds other attempts' requests still count for rate limits.
+        """Return for how many more seconds rate limits must count other attempts' requests.
 
         Returns 0 if the job sets no rate limits for a hosted model.
         """

@@ -206,8 +206,8 @@ def _cost_of_others(store: Store, key: str) -> Mapping[str, float]:
 def judgement_id(judge: Judge, golden: Golden | None) -> str:
     """Return a hash (16 hex digits) of the judge's settings and the golden rows.
 
-    Of a hosted judge's endpoint, only URL and model count: an interrupted judgement is resumed even
-    with another API key, rate limit or timeout.
+    For a hosted judge, only URL and model of the endpoint are part of the hash. So an interrupted
+    judgement is resumed even with another API key, rate limit or timeout.
     """
     said = {**judge.model_dump(mode="json"), "endpoint": _server_of(judge)}
     parts = {"judge": said, "golden": None if golden is None else golden.digest}

@@ -72,14 +72,17 @@ def prune_runs(
 ) -> Pruned:
     """Remove the complete runs below `output` except for the newest `keep` of each job.
 
-    With `job`, only runs of the job of this name are removed; with `dry_run`, nothing is. A run and
-    the runs that retried its failed rows or repaired it are removed together, once all are complete
-    and the last finished over `older_than` seconds ago. An attempt that failed before there was a
-    plan is removed if its record is the only file, if it ended over `older_than` seconds ago, and
-    if its job has kept runs, all of which finished later. Without `job`, interrupted removals are
-    completed. Incomplete runs, runs that are not yet published, judged or measured, unreadable
-    directories and the targets of links are never removed. Raises `ConfigError` for `keep` under 1,
-    and the store's errors.
+    With `job`, only runs of the job of this name are removed. With `dry_run`, nothing is removed.
+
+    A run and the runs that retried its failed rows or repaired it are removed together. All of them
+    must be complete, and the last must have finished over `older_than` seconds ago. An attempt that
+    failed before there was a plan is removed under these conditions: its record is the only file,
+    it ended over `older_than` seconds ago, and its job has kept runs, all of which finished later.
+    Without `job`, interrupted removals are completed.
+
+    Incomplete runs, runs that are not yet published, judged or measured, unreadable directories and
+    the targets of links are never removed. Raises `ConfigError` for `keep` under 1, and the store's
+    errors.
     """
     if keep < 1:
         raise ConfigError(

@@ -61,7 +61,8 @@ def rejected_answers(ledger: Ledger, plan: Plan, increment: Increment) -> dict[s
 class _Places:
     """Looks up the number of each row's answer; -1 if the row has none.
 
-    Reused answers are numbered from 0, answers to this run's own requests from `taken`.
+    Reused answers are numbered from 0. Answers to this run's own requests are numbered from
+    `taken`.
     """
 
     def __init__(self, ledger: Ledger, increment: Increment, taken: int) -> None:

@@ -185,7 +185,7 @@ def _continue_as(root: Store, plan: Plan, fork: str) -> str:
 def _check_alone(plan: Plan, where: str) -> None:
     """Raise `ConfigError` for a retry of failed rows, which cannot be repaired.
 
-    `where` is its URI.
+    `where` is the URI of the run.
     """
     if plan.parent is not None:
         raise ConfigError(

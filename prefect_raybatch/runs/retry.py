@@ -170,9 +170,10 @@ def new_child(
 ) -> tuple[Ledger, Plan] | NothingToRetry:
     """Create a retry of run `parent`, from failed rows that no other retry has taken.
 
-    Returns (ledger, plan), or why no row is left. `selection["errors"]` are the error classes of
-    the rows, None for all. Raises `ConfigError` if a retry of these rows has to be finished,
-    published or retried instead, `PlanMismatch` if another retry began at the same moment.
+    `selection["errors"]` are the error classes of the rows, None for all. Returns the (ledger,
+    plan) of the retry. If no row is left, returns why. Raises `ConfigError` if a retry of these
+    rows has to be finished, published or retried instead. Raises `PlanMismatch` if another retry
+    began at the same moment.
     """
     from prefect_raybatch import source
 
@@ -363,9 +364,9 @@ def _ends(family: Family, member: Member, rows: np.ndarray) -> list[tuple[Member
 def _with_parents_model(resolved: Resolved, parent: Plan) -> Resolved:
     """Return the job of a retry with its model pinned.
 
-    If the job names the same Hugging Face model and revision as the parent's plan, it is pinned to
-    the commit in that plan: the name may refer to another commit by now, and the results of both
-    runs form one table.
+    If the job names the same Hugging Face model and revision as the parent's plan, the model is
+    pinned to the commit in that plan. The name may refer to another commit by now, but the results
+    of both runs form one table.
     """
     before = planned_job(parent).engine
     now = resolved.job.engine

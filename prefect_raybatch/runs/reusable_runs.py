@@ -232,10 +232,11 @@ def _without_reused(answers: Answers) -> Answers:
 
 
 def _kept_by(root: Store, key: str, skipped: Collection[str]) -> RunAnswers:
-    """Return (store, record of answers) of run `key` and of those of its retries that keep any.
+    """Return (store, record of answers) of run `key` and of each of its retries that keeps answers.
 
-    Raises `DamagedAnswers` if the run's records or answers are damaged, `ConfigError` if it does
-    not exist, is not finished or keeps none. A damaged or unfinished retry is left out.
+    A damaged or unfinished retry is left out. Raises `DamagedAnswers` if the run's records or
+    answers are damaged. Raises `ConfigError` if the run does not exist, is not finished or keeps no
+    answers.
     """
     uri = root.sub(key).uri
     try:

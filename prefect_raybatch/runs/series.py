@@ -87,8 +87,8 @@ def series_before(
     measured.
 
     `read` returns what was measured in a run, None if nothing was. Runs are looked for below
-    `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped; an unreachable
-    store raises.
+    `output`, which may contain {run_date} or {run_key}. Unreadable runs are skipped. If the store
+    cannot be reached, its error is raised.
     """
     this, series, looked, others = original_key(plan), None, 0, 0
     before: ShareSeries | None = None

@@ -62,7 +62,7 @@ def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
 
 
 def seconds_of_others(ledger: Ledger, attempt: str, now: float) -> float:
-    """Return for how many more seconds other attempts' requests count for a limit per minute.
+    """Return for how many more seconds a limit per minute must count other attempts' requests.
 
     Attempts other than `attempt` may have sent requests until one heartbeat interval after their
     last heartbeat. `now` is in seconds since 1970.

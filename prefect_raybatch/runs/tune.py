@@ -155,10 +155,9 @@ def altered(
 ) -> list[Trial]:
     """Try each of `options`, which may change answers, on top of the best of `trials`.
 
-    Returns the new trials, in the order of `options`. The trials have to end by `ends`, a time of
-    `clock`: no further one begins if it would end later, even if it takes only as long as the
-    longest new trial so far. Tries none if none of `trials` worked. `observe` is called with each
-    new trial.
+    Returns the new trials, in the order of `options`. Each is assumed to take as long as the
+    longest new one before it. No further trial begins if it would then end after `ends`, a time of
+    `clock`. Tries none if none of `trials` worked. `observe` is called with each new trial.
     """
     best = max(trials, key=lambda trial: trial.rows_per_s)
     made: list[Trial] = []
@@ -259,10 +258,11 @@ def search(
 
 
 def trials_end(began: float, first: Trial, seconds: float) -> float:
-    """Return the monotonic time by which trials have to end: `seconds` after the first row.
+    """Return the monotonic time by which trials have to end.
 
-    That is the first row of the trial `first`, which began at `began`. The start of its engine does
-    not count because it may compile kernels: 140 s for an 8B model where later starts took 50 s.
+    This is `seconds` after the first row of the trial `first`, which began at `began`. The start of
+    its engine does not count because it may compile kernels: 140 s for an 8B model where later
+    starts took 50 s.
     """
     return began + first.start_s + seconds
 

@@ -24,7 +24,7 @@ def gpu_price(cluster: ClusterSpec, capacity: Capacity) -> GpuPrice:
     """Return the price of the GPU models on which engines may run.
 
     With several models, this is the highest price, so that a cost limit holds wherever Ray places
-    the engines; it is unknown if one of them has no price.
+    the engines. The price is unknown if one of the models has no price.
     """
     prices = cluster.prices
     if not prices:

@@ -37,12 +37,16 @@ def choose_rows_per_shard(
 ) -> tuple[int, str]:
     """Return (rows per shard, reason).
 
-    The number is the job's, else rows / (engines * 16), or rows / 8 for a single engine. It is at
-    least `batch_size`, because smaller blocks starve the engine, and at most 4,000 rows or 128 MiB
-    (256 MiB of images). If rows have many tokens, it may be below `batch_size`: with few and large
-    shards, some engines would be idle while others finish. Source of the formula: Ray
-    Data LLM's sizing guide asks for at least 2 to 4 partitions per worker and blocks no smaller
-    than the batch; with more partitions, engines wait less for each other at the end.
+    The job's number is used if it is set. Otherwise the number is rows / (engines * 16), but rows /
+    8 for a single engine, within these limits:
+    - It is at least `batch_size`, because smaller blocks starve the engine. If rows have many
+      tokens, it may be lower: with few and large shards, some engines would be idle while others
+      finish.
+    - It is at most 4,000 rows or 128 MiB (256 MiB of images).
+
+    Source of the formula: Ray Data LLM's sizing guide asks for at least 2 to 4 partitions per
+    worker and blocks no smaller than the batch. With more partitions, engines wait less for each
+    other at the end.
     """
     if spec.rows_per_shard:
         return min(spec.rows_per_shard, max(rows, 1)), "source.rows_per_shard"

@@ -50,11 +50,11 @@ def find_threshold(
 ) -> TestedThreshold | None:
     """Test the thresholds in `order`; return the last one that passes before the first failure.
 
-    Returns None if the first threshold fails. A threshold passes if, with probability `confidence`,
-    at least the share `agreement` of all rows agrees at it. For each row, `sureness` is how sure
-    the first model was (minus infinity: always escalated, infinity: never), and `agrees` whether
-    both models gave the same answer. Rows with a sureness below the threshold are escalated. They
-    count as agreeing, because they get the larger model's answer.
+    Returns None if the first threshold fails. For each row, `sureness` is how sure the first model
+    was (minus infinity: always escalated, infinity: never), and `agrees` says whether both models
+    gave the same answer. Rows with a sureness below the threshold are escalated. They count as
+    agreeing, because they get the larger model's answer. A threshold passes if, with probability
+    `confidence`, at least the share `agreement` of all rows then agrees.
     """
     best, rows = None, len(sureness)
     for below in order:
