@@ -233,8 +233,8 @@ def measured_arrangement(
 ) -> ArrangementOutcome | None:
     """Return how a run's engines were arranged, and what it measured.
 
-    Returns None if its engines were not arranged by what earlier runs measured. `tally` has the
-    counts of all commits, `report` the other figures of the run.
+    Returns None if no readable decision on the arrangement is recorded, or if no attempt used one.
+    `tally` has the counts of all commits, `report` the other figures of the run.
     """
     try:
         note = read_arrangement(ledger.store)

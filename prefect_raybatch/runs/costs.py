@@ -29,8 +29,8 @@ def meter_for(
     """Return a meter that counts the cost of an attempt whose engines are `pool`.
 
     The meter starts at `spent`, the cost of earlier attempts at the run. If the job has prices, but
-    none for the GPUs of these engines, raises `ConfigError` if limits.max_cost is set, else logs
-    that the cost is not counted.
+    none for the GPUs of these engines, the cost cannot be counted. This is logged. If
+    limits.max_cost is set, raises `ConfigError` instead.
     """
     price = gpu_price(cluster, capacity)
     if price.hour is None and pool.gpus[1] and price.why:

@@ -195,9 +195,11 @@ def _check_alone(plan: Plan, where: str) -> None:
 
 
 def _prepare_fork(member: Member, requests_run: Member | None, answers: StoredAnswers) -> None:
-    """Check that a run can be forked; restore its decisions on precision if it is finished.
+    """Check that the damaged run `member` can be forked.
 
-    Raises `ConfigError` if the key of the fork would be too long, or if all answers are lost.
+    Raises `ConfigError` if the key of the fork would be too long, or if the run is finished and all
+    its raw answers are lost. If a finished run passes the check, its damaged records of the
+    decision on precision are restored.
     """
     uri = member.ledger.store.uri
     try:

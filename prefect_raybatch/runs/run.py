@@ -60,7 +60,7 @@ def run_store(output: Output, run_key: str) -> Store:
 def latest_unfinished(root: Store, fingerprint: str) -> str | None:
     """Return the key of the newest unfinished run below `root` with `fingerprint`, or None.
 
-    Runs that a repaired run continues are skipped, and unreadable run directories with a warning.
+    Skips runs that a repaired run continues. Also skips unreadable run directories, with a warning.
     """
     unfinished = []
     for key in run_keys(root):

@@ -72,7 +72,7 @@ def fewest_sequences(
 
     The rate is in rows per second of `engines` engines on one GPU. The first value is always
     considered. A higher value is skipped if the KV cache has no room for so many rows, or if the
-    cost model was never measured with so many.
+    predictions of the cost model were never compared with measurements at so many.
     """
     most = min(MOST_TOTAL // engines, MOST_EXPERTS if fit.model.sparse else MOST_TOTAL)
     measured = [n for n in tried[1:] if n <= most]

@@ -180,7 +180,7 @@ def _stage_figures(
     rule = "engine.max_concurrent_batches" if spec.max_concurrent_batches else size.concurrent_why
 
     def capped(name: str, number: int, why: str) -> Figure:
-        """Return the figure for `number` shards, or for all shards if the run has fewer."""
+        """Return a figure that counts shards: `number`, or all shards if the run has fewer."""
         return Figure(name, str(min(number, size.shards)), why if number <= size.shards else _ALL)
 
     found = [
