@@ -53,10 +53,10 @@ def accepted_note(accepted: Iterable[Accepted]) -> dict[str, Any]:
 
 
 def accepted_in(note: JsonObject, what: str) -> tuple[Accepted, ...]:
-    """Return the differences between job and plan that were accepted, from a record; () if none.
+    """Return the accepted differences between job and plan that a record holds; () if none.
 
-    `note` is a record that `accepted_note` was merged into, and `what` its name in messages. Raises
-    `CorruptRun` if the differences are malformed.
+    `note` is the record, into which the result of `accepted_note` was merged. `what` names it in
+    messages. Raises `CorruptRun` if the differences are malformed.
     """
     return read_json(_RECORDS, dump(note.get("accepted") or []), f"accepted in {what}")
 

@@ -1,7 +1,8 @@
 """`_raybatch/arrangement.json`: the arrangement of engines that a run uses, and why.
 
 Written by put-if-absent before the first shard is inferred. Drivers of the run follow it where it
-fits their cluster; if it is the cost model's choice, they ask the cost model again.
+fits their cluster. If the recorded arrangement is the cost model's choice, a driver instead asks
+the cost model again, for its own cluster.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class WorkKey(StrictRecord):
     """The conditions that decide a run's speed, besides the arrangement of its engines.
 
     Runs with equal conditions can be compared. `model` is a digest of the model's files, `card` the
-    GPU's name and memory. `gpus` is the number of GPUs per engine, `cpus` the number of CPUs per
-    GPU on the node with the fewest. `grammar` is the backend of the answers' grammar, "" without
-    one. `settings` is a digest of the vLLM arguments that the job sets. `tokens` are lengths in
-    tokens: the shared prefix, the expected answer, and the nine deciles of the rest of the prompt.
+    GPU's name and memory. `gpus` is the number of GPUs per engine. `cpus` is the number of CPUs per
+    GPU, on the node where it is lowest. `grammar` is the backend of the answers' grammar, "" if
+    there is none. `settings` is a digest of the vLLM arguments that the job sets. `tokens` are
+    lengths in tokens: the shared prefix, the expected answer, and the nine deciles of the rest of
+    the prompt.
     """
 
     model: str

@@ -1,8 +1,9 @@
 """Checkpoints: copies of many commit records in few files, so that a resume reads fewer objects.
 
-A resume then needs hundreds of reads, not 250,000. Checkpoints are only a cache: commit records
-alone say which shards are done. A copy is used only if it matches the store's fresh listing, else
-the record is read; so a checkpoint that is lost, old, torn or of another run costs only time.
+A run of 250,000 shards then resumes with hundreds of reads. Checkpoints are only a cache: commit
+records alone say which shards are done. A copy is used only if it matches a fresh listing of the
+store. Otherwise the commit record itself is read. So a checkpoint that is lost, old, torn or of
+another run costs only time.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Draining:
         """Read the request now, unless one was already seen; return whether the attempt is to stop.
 
         The driver calls this instead of the object itself, whose result may be DRAIN_LOOK seconds
-        old: if the driver's engines had seen a request in that time and skipped shards, the driver
-        would take the skipped shards for engine deaths.
+        old. Its engines look for themselves: they may see a new request first, and then skip
+        shards. With an old result, the driver would take the skipped shards for engine deaths.
         """
         if self._known:
             return True

@@ -120,8 +120,8 @@ def add_failures(parts: Iterable[Failures]) -> Counter[FailureKey]:
 def alike(failures: Failures) -> Counter[FailureKey]:
     """Merge failure counts whose keys differ only in the numbers in their messages.
 
-    Of messages that may have been cut, only the first SURE characters are compared. `_in_common`
-    makes the merged message.
+    If a message may have been cut, only its first SURE characters are compared. `_in_common` makes
+    the message of the merged key.
     """
     groups: dict[tuple[str, str, str], list[FailureKey]] = {}
     for key in failures:

@@ -51,8 +51,10 @@ class Family:
 
     `base` is the root run's key and `root` the folder that contains all the runs; `next_key` is the
     free key for the next child. `strays` has one sentence for each child directory that is
-    unreadable or whose parent is not in the family. `former` are the retries of the damaged runs
-    that the root run continues, if it is a repaired run and these were read (`read_former`).
+    unreadable or whose parent is not in the family.
+
+    A root run may be a repaired run, which continues damaged runs. `former` has the retries of
+    these damaged runs; it is empty until `read_former` is called.
     """
 
     root: Store
@@ -68,16 +70,17 @@ class Family:
         return [member for member in retries if member.plan.parent == key]
 
     def takers(self, key: str) -> list[Member]:
-        """Return the runs that may have taken failed rows of run `key`.
+        """Return the runs that may have retried failed rows of run `key`.
 
-        These are its children, and those of the damaged runs that it continues.
+        These are the children of run `key`. If it is a repaired run, they include the children of
+        the damaged runs that it continues, as far as `read_former` has read them.
         """
         former = self.former.values() if key == self.base else ()
         firsts = (member for member in former if member.plan.parent not in self.former)
         return [*self.children(key), *firsts]
 
     def read_former(self) -> None:
-        """Read `former`; problems of these runs are added to `strays`."""
+        """Read the retries of damaged runs into `former`; add problems of these to `strays`."""
         for family in former_families(self.root, self.members[self.base].plan):
             self.strays += family.strays
             self.former |= family.members
@@ -150,8 +153,10 @@ def _read_retries(family: Family) -> None:
 def former_families(root: Store, plan: Plan) -> Iterator[Family]:
     """Yield the families of the damaged runs that the repaired run of `plan` continues.
 
-    The last one comes first; `members` has only the retries. If the plan of a damaged run is
-    missing or unreadable, the run that it continues is known from its key.
+    The run that was damaged last comes first. `members` of each family has only the retries, not
+    the damaged run. A damaged run may itself be a repaired run that continues another one. Its plan
+    names that one; if the plan is missing or unreadable, the run's key tells it (X.m2 continues
+    X.m1).
     """
     forked_from = plan.forked_from
     for _ in range(MOST_FORKS):

@@ -26,9 +26,10 @@ def fork_key(key: str) -> str:
 
 
 def continued_key(key: str) -> str | None:
-    """Return the key of the run that the repaired run `key` continues, as its name tells.
+    """Return the key of the run that the repaired run `key` continues.
 
-    That is X for X.m1, X.m1 for X.m2, and so on; None for a key that no repair makes.
+    It follows from `key` alone: X for X.m1, X.m1 for X.m2, and so on. Returns None if `key` is not
+    the key of a repaired run.
     """
     match = _FORK.match(key)
     if match is None:
@@ -53,7 +54,10 @@ def original_key(plan: Plan) -> str:
 
 
 def forked(plan: Plan) -> dict[str, str]:
-    """Return {run_key, plan hash} of this run: the `Plan.forked_from` of a run that repairs it."""
+    """Return what the plan of a run that repairs this one records as `Plan.forked_from`.
+
+    The result is {"run_key": the run's key, "plan": the hash of its plan}.
+    """
     return {"run_key": plan.run_key, "plan": plan.hash}
 
 
@@ -63,10 +67,11 @@ def supersede(ledger: Ledger, key: str) -> None:
 
 
 def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
-    """Follow a run to the repaired run that continues it, and so on; return the last ledger, plan.
+    """Return (ledger, plan) of the last repaired run that continues a run.
 
-    Stops after 100 repaired runs, and before one that is missing, unreadable or the repair of
-    another run.
+    Returns the run itself if it was not repaired. A repaired run may have been repaired again, so
+    repairs are followed one by one. Stops after 100, and before a repaired run that is missing,
+    unreadable or no repair of the run before it.
     """
     return runs_to_last_fork(ledger, plan)[-1]
 

@@ -1,6 +1,7 @@
 """Records of runs that reuse or keep answers, and of cascades.
 
-They are `increment` in plan.json, and the records of the files with answers.
+In a cascade, a first model answers all rows and a larger model answers some of them again. The
+records are `increment` in plan.json, and the lists of the files that hold answers.
 
 A run that reuses answers has two ledgers. `_raybatch/asks/` holds its requests phase: an ordinary
 run over the distinct requests that no earlier run has answered. The run itself then looks up the
@@ -118,10 +119,10 @@ class AnswersByRow(StrictRecord):
 class RetryShare(StrictRecord):
     """How many rows of a retry of a cascade may go to the larger model.
 
-    The root run has `rows` rows; it and all its retries together may send at most the share
-    `output.escalate.at_most` of these rows. `sent` rows of this retry were already sent by earlier
-    runs and may go again: `table` is the name of the table with their positions. Of the other rows
-    of this retry, at most `more` may go.
+    The root run has `rows` rows. It and all its retries together may send at most the share
+    `output.escalate.at_most` of these rows to the larger model. Earlier runs already sent `sent`
+    rows of this retry; these rows may go again, and `table` is the name of the table with their
+    positions. Of the other rows of this retry, at most `more` may go.
     """
 
     rows: Count
@@ -134,22 +135,29 @@ class RetryShare(StrictRecord):
 class Increment(StrictRecord):
     """The value of `Plan.increment`: how a run reuses or keeps answers, or that it is a cascade.
 
-    `ledger` says whose plan this is in. In a run that reuses answers, it is `rows` in the run's own
-    plan and `asks` in the plan of its requests phase. In a cascade, it is `larger` in the run's own
-    plan and `first` in the plan of its first model. The field `asks` of the run's own plan holds
-    that second plan. In a cascade's own plan, of the other fields only `context` and, in a retry
-    with `output.escalate.at_most`, `share` are set.
+    `ledger` says which plan contains this record:
+
+    - `rows`: the own plan of a run that reuses answers;
+    - `asks`: the plan of its requests phase;
+    - `larger`: the own plan of a cascade;
+    - `first`: the plan of a cascade's first model.
+
+    In an own plan, the field `asks` holds the plan of the requests phase or of the first model. The
+    plans of a cascade set no other fields, except that its own plan sets `share` in a retry with
+    `output.escalate.at_most`. Their `context` is "".
 
     `context` is the hash of what all requests have in common, `parts` the values behind it.
     `merge`: equal requests are made once, if sampling gives them equal answers. `places` names
-    tables with (kind, at) for each input row: the source of its answer (NO_REQUEST to MERGED_ROW)
-    and the answer's index there. `reused` are the files of reused answers. `earlier` has the URIs
-    of the runs whose answers could be reused (`ReusableRuns.runs`). `differs` has a line
-    `field: old -> new` for each job field in which the first of these runs differs, so that its
-    answers are not reused. `weights`, in a requests phase, names the table with the number of rows
-    that wait for each request. `rows` counts the input rows of the run. `seconds` is the engine
-    time of one earlier answer, None if unknown. `precision` is the earlier decision of a job with
-    `try-fp8`.
+    tables with two columns and a row for each input row: `kind`, the source of its answer
+    (NO_REQUEST to MERGED_ROW), and `at`, the index of the answer in that source.
+
+    `reused` are the files of reused answers. `earlier` has the URIs of the runs whose answers could
+    be reused (`ReusableRuns.runs`). `differs` has a line `field: old -> new` for each job field in
+    which the first of these runs differs from the job. Its answers are not reused for that reason.
+
+    `weights`, in a requests phase, names the table with the number of rows that wait for each
+    request. `rows` counts the input rows of the run. `seconds` is the engine time of one earlier
+    answer, None if unknown. `precision` is the earlier decision of a job with `try-fp8`.
     """
 
     ledger: str
@@ -176,7 +184,7 @@ class Increment(StrictRecord):
 
     @property
     def looks_up(self) -> bool:
-        """Return whether the run looks up all answers in stored ones, and so needs no engine."""
+        """Return whether the run only looks up stored answers: it needs no engine of its own."""
         return self.ledger == OF_ROWS
 
     @property
@@ -256,9 +264,10 @@ def increment_of(plan: Plan) -> Increment | None:
 
 
 def looks_up(plan: Plan) -> bool:
-    """Return whether a run looks up all answers in stored ones, so that it needs no engine.
+    """Return whether a run only looks up stored answers, so that it needs no engine of its own.
 
-    Stored answers are those of earlier runs and of the run's own requests phase.
+    These are the answers of earlier runs and of the run's requests phase. The requests phase itself
+    uses engines.
     """
     increment = increment_of(plan)
     return increment is not None and increment.looks_up
@@ -360,8 +369,9 @@ def begin_requests_phase(store: Store, increment: Increment) -> tuple[Ledger, Pl
 def input_store(store: Store, plan: Plan) -> Store:
     """Return the run directory with the snapshot of a run's input, usually `store` itself.
 
-    For the first model of a cascade, whose run directory lies inside the cascade's, it is the
-    cascade's directory. Raises `CorruptRun` if the first model's directory is not inside a run's.
+    The first model of a cascade has a run directory of its own, inside the cascade's directory. For
+    it, returns the cascade's directory. Raises `CorruptRun` if `store` is a first model's directory
+    that is not inside another one.
     """
     increment = increment_of(plan)
     if increment is None or increment.ledger != OF_FIRST:
@@ -414,7 +424,8 @@ def waiting_rows(ledger: Ledger, increment: Increment, shards: Shards) -> Reques
     """Read how many rows wait for each request of a requests phase.
 
     `ledger` and `shards` are those of the requests phase, and `increment` is from its plan. Returns
-    None for any other run. Raises `CorruptRun` if the table does not match `shards`.
+    None if `increment` names no table of weights, because it is not from a requests phase. Raises
+    `CorruptRun` if the table does not match `shards`.
     """
     if increment.weights is None:
         return None

@@ -53,12 +53,15 @@ class LastAttempt:
 
     `phase` is the step it reached: planning, inference or finalizing, and on a complete run
     measuring, judging or publishing. `started` and `ended` are in seconds since 1970; `ended` is
-    None while it works, after a kill, and if it completed the run. `outcome` is failed, stopped,
-    drained, "" if it works or succeeded, or killed. The value killed is never stored:
-    `runs.attempts.open_step_of` sets it on reading. `error` is the class and `message` the text of
-    the exception that ended it. `command` runs the job again, "" if it is unknown. `by` is
-    user@host and `pid` the process there, in the Linux PID namespace `pid_namespace` ("" if
-    unknown).
+    None while it works, after a kill, and if it completed the run.
+
+    `outcome` is failed, stopped or drained; it is "" if the attempt works or succeeded, and after a
+    kill. `runs.attempts.open_step_of` returns it as killed if the process died, but this value is
+    never stored. `error` is the class and `message` the text of the exception that ended the
+    attempt.
+
+    `command` runs the job again, "" if it is unknown. `by` is user@host and `pid` the process
+    there, in the Linux PID namespace `pid_namespace` ("" if unknown).
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
@@ -111,7 +114,10 @@ class LastAttempt:
 
     @property
     def first_step(self) -> str:
-        """Return what to do before the job runs again; "" if a repeat alone can help."""
+        """Return what to do before the job runs again, such as "fix the cause".
+
+        Returns "" if running it again may be enough, or if nothing is known about the error.
+        """
         return first_step(self.error)
 
     def put(self, store: Store) -> None:

@@ -118,9 +118,10 @@ def partial_path(name: str, file: str = "") -> str:
 
 
 def row_sums_path(part: str) -> str:
-    """Return the path of the file with the row checksums of result file `part` (also a path).
+    """Return the path of the file that holds the row checksums of a result file.
 
-    For a file of a partial result, it is in the folder of the partial result.
+    `part` is the path of the result file. If it belongs to a partial result, the checksums are in
+    the folder of that partial result.
     """
     folder, _, rest = part.partition("/")
     if folder == PARTIAL_FOLDER:

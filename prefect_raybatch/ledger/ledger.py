@@ -129,7 +129,10 @@ class Ledger:
         return None if name is None else read_classifier(self.table(name))
 
     def table(self, name: str) -> bytes:
-        """Return a table that the plan names, checked against the hash in its name."""
+        """Return a table that the plan names, checked against the hash in its name.
+
+        Raises `CorruptRun` if it is missing, too large, or does not match the hash.
+        """
         return read_table(self.store, name)
 
     # --- commits ----------------------------------------------------------------------------
@@ -177,9 +180,9 @@ class Ledger:
         """Yield the commits that `listing` shows, in shard order, from checkpoints where possible.
 
         `exact`: take a record from a checkpoint only if the store's checksum proves it. `copies`
-        False: read all records from the store and none from checkpoints, which finds records that
-        were damaged although the listing still shows the intact checksum. `on_read` is called with
-        each commit that no checkpoint supplied. For a record that is no commit of this plan, calls
+        False: use no checkpoints, and read all records from the store. This also finds a damaged
+        record whose checksum in the listing is still the intact one. `on_read` is called with each
+        commit that no checkpoint supplied. For a record that is no commit of this plan, calls
         `on_fault` with the error and continues; without `on_fault`, raises `CorruptRun`.
         """
         shards = np.flatnonzero(listing.done).tolist()

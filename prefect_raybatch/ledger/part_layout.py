@@ -40,7 +40,10 @@ _COLUMNS = ("kind", "index", "start", "stop", "rows")
 
 @dataclass(frozen=True)
 class PartSpan:
-    """File number `index` of its kind (data or quarantine): `rows` rows of shards [start, stop)."""
+    """A file of the result, with number `index` among the files of its kind (data or quarantine).
+
+    It holds all rows of that kind in shards [start, stop); there are `rows` of them.
+    """
 
     kind: str
     index: int

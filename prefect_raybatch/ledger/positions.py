@@ -1,7 +1,8 @@
 """Sets of positions in a shard, packed to one bit each, and their text in records.
 
-A record holds a few ranges as ranges and anything else as a bitmap, so its size follows from the
-content and is never more than a sixth of a byte for each row.
+A record holds a set of few ranges as ranges, and any other set as a compressed bitmap. So equal
+sets have equal texts, and the bitmap of a large shard takes at most about a sixth of a byte for
+each row.
 """
 
 from __future__ import annotations

@@ -31,9 +31,10 @@ class PrecisionTry(StrictRecord):
     """The outcome of trying the engine arguments `tried` on a sample of rows.
 
     `rows` rows were inferred with and without these arguments. `agreed` of them got the same answer
-    both times, which shows with `confidence` that at least the share `bound` of all rows agrees.
-    `disagreeing` are some of the other rows. `error` says why nothing could be compared, or is "".
-    `seconds` is the duration, with the engine's start.
+    both times. From this follows, with the confidence `confidence`, that at least the share `bound`
+    of all rows of the input agrees. `disagreeing` are some of the sampled rows that got different
+    answers. `error` says why nothing could be compared, or is "". `seconds` is the duration of the
+    trial, the start of the engine included.
     """
 
     tried: Mapping[str, str]

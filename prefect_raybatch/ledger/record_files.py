@@ -111,7 +111,11 @@ def put_record_proved(store: Store, path: str, data: bytes) -> None:
 
 
 def put_table(store: Store, name: str, data: bytes) -> None:
-    """Write a table whose name has its hash, unless it is stored intact; check what is stored."""
+    """Write a table whose name contains its hash, and check that the store holds its bytes.
+
+    If the store already holds the intact table, it is not written again. Raises `ConfigError` if
+    the table is larger than readers accept.
+    """
     path = layout.table_path(name)
     _check(store, path, data)
     put_same_proved(store, path, data)

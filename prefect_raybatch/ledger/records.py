@@ -135,9 +135,9 @@ class InputFile:
     the rows that the run reads from it.
 
     `ctime_ns`, `inode` and `footer` are set for a local Parquet file that is read in place, None
-    for other files. If ctime or inode has changed, the file may have been written, or not;
-    `footer`, a hash of its Parquet footer, decides. `values` are (column, value as text) of the
-    columns that only the file's path gives, such as year=2024.
+    for other files. A changed ctime or inode does not prove that the file's content has changed.
+    Then `footer`, a hash of the file's Parquet footer, decides. `values` are (column, value as
+    text) of the columns that only the file's path gives, such as year=2024.
     """
 
     uri: str
@@ -195,9 +195,9 @@ class Plan(StrictRecord):
 
     `parts` are the job's values that `fingerprint` covers. `shards_table` and `files_table` name
     Parquet files under `_raybatch/` with their hash in the name. `input_schema` is an Arrow IPC
-    schema in base64. `hash` is the SHA-256 of the record's bytes and stands in every commit.
-    `row_bytes` is the mean number of bytes of a row in memory: of its input or, if these are
-    larger, its prepared images. Sizes such as sequences and rows per shard are computed from it.
+    schema in base64. `hash` is the SHA-256 of the record's bytes; every commit contains it.
+    `row_bytes` is the mean number of bytes that a row takes in memory: its input values, or its
+    prepared images if they are larger. Sizes such as rows per shard are computed from it.
 
     In a run that retries failed rows, `parent` is the run key of the run that they failed in, and
     `numbers_table` names the table with their row numbers in the root run's input. `context` is set
@@ -366,8 +366,8 @@ class Commit:
     """The only record that a shard is finished; written once by put-if-absent.
 
     `token` is new for every write, so that a writer can tell its own record from another's.
-    `committed` is in seconds since 1970. `good` to `failures` combine those of the shard's
-    receipts, `where` is that of the last one.
+    `committed` is in seconds since 1970. The fields from `good` to `failures` combine the fields of
+    the same names in the shard's receipts. `where` is taken from the last receipt.
     """
 
     shard: int
@@ -423,9 +423,10 @@ class Commit:
 class Part(StrictRecord):
     """A file of the result; `path` is relative to the run directory.
 
-    `first` and `last` are its first and last row number, `sums` is the SHA-256 of a second file,
-    which holds its row checksums; all three are None without that file. `etag` is the ETag of the
-    checked file, None in a local folder.
+    A second file may hold checksums of its rows (`layout.row_sums_path`). `sums` is the SHA-256 of
+    that second file, and `first` and `last` are the first and last row number. All three are None
+    without a second file. `etag` is the ETag of the result file when it was checked, None in a
+    local folder.
     """
 
     path: str
@@ -439,7 +440,10 @@ class Part(StrictRecord):
 
     @property
     def order(self) -> tuple[int, str]:
-        """Return a key that sorts the files of a kind by number, also beyond five digits."""
+        """Return a key that sorts data files, or quarantine files, by the number in their names.
+
+        Numbers of more than five digits are sorted correctly as well.
+        """
         return len(self.path), self.path
 
 

@@ -1,8 +1,8 @@
 """The number of each row of a run in the input of its root run.
 
 A run over its own input numbers rows by position. A run that retries failed rows keeps the numbers
-that they have in the root's input, so that all results together are one table; its plan names a
-table with them.
+that the rows have in the root run's input, so that all results together are one table. Its plan
+names a table with these numbers.
 """
 
 from __future__ import annotations

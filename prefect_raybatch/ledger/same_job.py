@@ -42,10 +42,10 @@ def check_same(
 ) -> None:
     """Raise `PlanMismatch`, listing the differences, unless `identity` is the job of `plan`.
 
-    The job is the same if the fingerprints are equal. Differences in the fields `left_out`, which a
-    person accepted, are ignored; but if the job has masked values, these may also have changed, so
-    `PlanMismatch` is raised. `where` names the run in the message. `accepts`: the command has
-    --accept, so the message may suggest it.
+    The job is the same if the fingerprints are equal. `left_out` are fields whose differences a
+    person accepted. Differences in these fields alone are ignored, unless the job has masked values
+    (secrets): a masked value may have changed as well, so `PlanMismatch` is raised. `where` names
+    the run in the message. `accepts`: the command has --accept, so the message may suggest it.
     """
     if plan.fingerprint == identity.fingerprint:
         return

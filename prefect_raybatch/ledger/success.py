@@ -85,8 +85,9 @@ class Success:
     ) -> Success:
         """Decode `data`, the `_SUCCESS` of run directory `where`, and check it against `plan`.
 
-        If the record names a table of its parts (`parts_table`), `table` reads the table of that
-        name. With None, `parts` stays empty, so that a record with rows is rejected.
+        If the record names a table of its parts (`parts_table`), `table` is called with the name
+        and must return the bytes of that table. If `table` is None, `parts` of such a record stays
+        empty, and the record is rejected because its rows do not add up.
 
         Raises `CorruptRun`, with what to do, for a malformed record, one of another plan, or one
         whose rows do not add up.

@@ -93,10 +93,11 @@ def _field_twice(kind: pa.DataType) -> str | None:
 
 
 def _not_carried(kind: pa.DataType) -> pa.DataType | None:
-    """Return the first type in `kind`, itself included, that a snapshot cannot store; else None.
+    """Return the first type in `kind` that a snapshot cannot store; None if it can store all.
 
-    Parquet cannot store it, or Arrow cannot read it back. Run-end-encoded types count: `decoded`
-    replaces only those of whole columns.
+    `kind` itself is looked at before its nested types. A type cannot be stored if Parquet does not
+    support it, or if Arrow cannot read it back. Run-end-encoded types count as well, because
+    `decoded` replaces only run-end-encoded columns, not nested types.
     """
     types = pa.types
     if types.is_union(kind) or types.is_interval(kind) or types.is_run_end_encoded(kind):
@@ -146,8 +147,9 @@ def decoded_schema(schema: pa.Schema) -> pa.Schema:
 def written(schema: pa.Schema) -> pa.Schema:
     """Return the schema with which a snapshot writes columns of this `schema`.
 
-    At any depth, the null type and structs without fields, which Parquet does not support, become
-    text. The column ROWS_WITHOUT_KEYS is left out.
+    The null type and structs without fields become text, at any depth: Parquet does not support
+    them. The result lacks the column ROWS_WITHOUT_KEYS, which only stands for JSON rows without
+    keys.
     """
 
     def change(kind: pa.DataType) -> pa.DataType:
@@ -182,9 +184,9 @@ def common_type(a: pa.DataType, b: pa.DataType, union: bool = False) -> pa.DataT
     `union` (text formats) int and float give float64, a number and NUMBER_TEXT (numbers kept as
     text) give NUMBER_TEXT, and structs may differ in fields.
 
-    `pyarrow.unify_schemas` with permissive promotion is not used: at any depth, it also merges
-    types in ways that change values or cannot be cast (uint64 with int64 gives int64, int64 with
-    float64 float64, text with binary binary).
+    `pyarrow.unify_schemas` with permissive promotion is not used. It also merges types in ways that
+    change values or cannot be cast: uint64 and int64 to int64, int64 and float64 to float64, text
+    and binary to binary.
     """
     types = pa.types
     if a == b:

@@ -75,10 +75,10 @@ def check_columns_bound(schema: pa.Schema, where: str) -> None:
 
 
 def footer_fault(metadata: Any, size: int) -> str | None:
-    """Return a description of the first impossible count in a Parquet footer, None without one.
+    """Return a description of the first impossible count in a Parquet footer, or None.
 
-    The row counts of the file, its row groups and their column chunks must agree, and no chunk may
-    be larger than the file, which has `size` bytes.
+    The row counts of the file, its row groups and their column chunks must agree. `size` is the
+    size of the file in bytes; no chunk may be larger.
     """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows = [group.num_rows for group in groups]
@@ -107,8 +107,8 @@ def footer_fault(metadata: Any, size: int) -> str | None:
 def check_expansion_bound(declared: int, size: int, where: str) -> None:
     """Raise SourceError if a file of `size` bytes claims to decompress to too many bytes.
 
-    `declared` are too many if they are more than FREE_BYTES and more than EXPANSION_BOUND times
-    `size`. `where` names the file.
+    `declared` is the number of bytes that it claims. It is too high if it exceeds both FREE_BYTES
+    (1 GiB) and EXPANSION_BOUND times `size`. `where` names the file.
     """
     if declared > max(FREE_BYTES, size * EXPANSION_BOUND.value()):
         raise EXPANSION_BOUND.exceeded_error(
@@ -129,7 +129,7 @@ def declared_bytes(metadata: Any) -> int:
 def check_rows_bound(rows: int, size: int, where: str) -> None:
     """Raise SourceError if a file of `size` bytes claims too many `rows`.
 
-    They are too many if they are more than FREE_ROWS and more than ROWS_BOUND times `size`. `where`
+    `rows` is too high if it exceeds both FREE_ROWS (a million) and ROWS_BOUND times `size`. `where`
     names the file.
     """
     if rows > max(FREE_ROWS, size * ROWS_BOUND.value()):

@@ -51,11 +51,12 @@ def types_in(
 ) -> dict[str, pa.DataType]:
     """Return {column: type} of a block of rows of one file.
 
-    With `text`, the block is CSV text, and types are inferred from its values and from `before`,
-    the types of the file's earlier blocks; `typed` columns keep the type that they have. Without
-    `text`, types are those of the table. But an int64 column that is float64 in `merged`, the types
-    over all files, is NUMBER_TEXT (numbers kept as text) if floats cannot represent one of its
-    numbers.
+    With `text`, the block is CSV text. Types are inferred from its values and from `before`, the
+    types of the file's earlier blocks. Columns in `typed` keep the type that they have in `table`.
+
+    Without `text`, types are those of the table, with one exception. `merged` has the column types
+    over all files so far. If a column is int64 in the table and float64 in `merged`, and floats
+    cannot represent one of its numbers, its type is NUMBER_TEXT (numbers kept as text).
     """
     if not text:
         return {
@@ -83,10 +84,11 @@ def _common(a: pa.DataType, b: pa.DataType, text: bool, union: bool) -> pa.DataT
 class TypesSeen:
     """Column types of some of the input's files, merged block by block.
 
-    It starts with known types: `columns` of the whole input, `of_files` by file. `changes` has
-    (file, column types) for each file's first block and each block that widened its file's types.
-    `clash` becomes True once types are incompatible; a `Shape`, which also knows the other files,
-    raises the error later. `text`, `union` and `typed` are explained in `Shape`.
+    It starts with the types known before: `columns` has those of the whole input, and `of_files`
+    those of each file. `changes` has (file, column types of a block) for each file's first block
+    and for each block that widened the types of its file. `clash` becomes True once types are
+    incompatible. A `Shape` raises the error later, because it also knows the other files. `text`,
+    `union` and `typed` are explained in `Shape`.
     """
 
     def __init__(
@@ -165,7 +167,10 @@ class Shape:
         return pa.schema([(name, self._columns[name]) for name in names])
 
     def see(self, where: str, table: pa.Table) -> None:
-        """Merge the column types of `table`, a block of the file `where`; raise as `see_types`."""
+        """Merge the column types of `table`, a block of the file `where`.
+
+        Raises the errors of `see_types`.
+        """
         before = self._files.get(where, {})
         found = types_in(table, before, self.text, self._typed, self._columns)
         self.see_types(where, found)

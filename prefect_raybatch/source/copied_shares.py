@@ -120,10 +120,10 @@ def write_copy_record(store: Store, key: str, one: Copied) -> None:
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Delete all records of copied shares, and the attempt's input files not in the plan.
+    """Delete all records of copied shares, and the attempt's input files that are not in the plan.
 
-    Call it once there is a plan; `named` are the paths of the files that it lists. Errors of the
-    store are ignored.
+    Call it once there is a plan. `named` are the paths of the files that the plan lists. Errors of
+    the store are ignored.
     """
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness

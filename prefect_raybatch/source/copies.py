@@ -2,8 +2,9 @@
 
 A source is copied in pieces: all of it (`copy_tables`), shares of files in parallel
 (`side_copies.py`), or the blocks of a dataset (`dataset_copies.py`). `copy_blocks` writes a piece
-with the types known so far, and reports the types of its values. A `Shape` merges these types, in
-the order of the pieces, to those of the snapshot. Pieces written with other types are copied again.
+with the types known so far, and reports the types of its values. A `Shape` merges the types of all
+pieces, in their order. The merged types are those of the snapshot. Pieces written with other types
+are copied again.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class Chosen:
 
 
 class KnownTypes(Protocol):
-    """Interface to the column types of input that is copied: `schema` has the types so far.
+    """The column types with which an input is copied: interface of three classes.
 
-    In `Shape` and `TypesSeen`, `see` merges the types of a block; in `SettledTypes` it does
-    nothing, because the types are final.
+    `schema` has the types known so far. `Shape` and `TypesSeen` merge the types of each block that
+    `see` gets. `SettledTypes` ignores the blocks, because its types are final.
     """
 
     @property
@@ -107,10 +108,10 @@ class Copied:
     part: bool = False  # it is part of a file, whose other parts may have wider types
 
     def under(self, shape: Shape) -> bool:
-        """Return whether the piece is final: written with the merged types of `shape`.
+        """Return whether the piece is final, so that it need not be copied again.
 
-        For a part of a CSV file, the types inferred from its values must also be those of the whole
-        file.
+        It is final if it was written with the merged types of `shape`. If it is a part of a CSV
+        file, the types inferred from its values must also equal those of the whole file.
         """
         if self.unfit is not None or self.files is None or self.schema != written(shape.schema):
             return False
@@ -209,11 +210,13 @@ def copy_until_settled(
 ) -> list[Copied]:
     """Copy the pieces of a source until all are written with the same, merged types.
 
-    `pieces` is their number. `copy` gets the numbers of the pieces to copy: it uses the types known
-    so far, merges the types of the copied values into `shape`, and yields (number, outcome). Two
-    rounds are enough, unless the input changes meanwhile. Returns the outcomes in the order of the
-    pieces. Raises ConfigError if the filter does not fit the types, SourceError after COPY_TRIES
-    rounds.
+    `pieces` is the number of pieces; they are numbered from 0. `copy` is called in each round with
+    the numbers of the pieces to copy. It writes them with the types known so far, merges the types
+    of their values into `shape`, and yields (number, outcome) of each. Two rounds are enough,
+    unless the input changes meanwhile.
+
+    Returns the outcomes in the order of the pieces. Raises ConfigError if the filter does not fit
+    the types, SourceError after COPY_TRIES rounds.
     """
     made: dict[int, Copied] = {}
     for _ in range(COPY_TRIES):
@@ -263,8 +266,8 @@ def copy_tables(
     """Copy the `chosen` rows of all blocks (None: all) as one piece; return the inventory.
 
     Each call of `blocks` yields all blocks from the start; `kind` is the source's format. With a
-    `sample`, the first pass only counts the rows. A pass that finds other types, or another number
-    of rows to sample from, is followed by another.
+    `sample`, the first pass only counts the rows. The copy is repeated if the types of the values,
+    or the number of rows to sample from, turn out to differ from what it assumed.
     """
     counted = 0
 

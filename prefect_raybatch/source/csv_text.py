@@ -41,10 +41,12 @@ def csv_tables(
 ) -> Iterator[pa.Table]:
     """Yield blocks of a CSV file with `columns` (None: all) as text.
 
-    An empty unquoted cell is null. `columns` may name columns of the file's path (key=value
-    folders), which are not read here; if it names no others, all columns of the file are read. Adds
-    the names of the file's columns to `known`. Raises SourceError for a broken file, ConfigError
-    for an unknown column, and if the file seems to have another delimiter than the assumed one.
+    An empty unquoted cell is null. `columns` may also name columns that come from the file's path
+    (key=value folders). These are not read here. If all `columns` come from the path, all columns
+    of the file are read. Adds the names of the file's columns to `known`.
+
+    Raises SourceError for a broken file. Raises ConfigError for an unknown column, and if the file
+    seems to have another delimiter than the assumed one.
     """
     import pyarrow.csv as pc
 
@@ -141,11 +143,12 @@ def _check_closed(
 
 
 def _block_bytes(file: File, options: Csv) -> tuple[int, bool]:
-    """Return (bytes per block, whether all blocks are known to end at harmless places).
+    """Return (bytes per block, whether it is certain that no block breaks a value).
 
     If a block ends between carriage return and line feed, pyarrow ends a row there, even within
-    quotes, and drops the line feed. That is harmless only if the format has no quotes. For
-    compressed or recoded files it is not known where blocks end.
+    quotes, and drops the line feed. Without quotes this breaks no value. With quotes, a block size
+    is searched at which no block ends so. That is not possible in files that are compressed or not
+    in UTF-8, because their blocks end at unknown places.
     """
     size = file.info.size if file.cut is None else len(file.cut.content)
     plain = options.encoding == "utf-8" and not ending(file.info.path)[1]
@@ -304,17 +307,18 @@ def _named_by_excel(line: str) -> str | None:
 
 
 def _another_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the known delimiter that is most frequent in a line without `delimiter`.
+    """Return the likely delimiter of a line in which `delimiter` does not occur.
 
-    None if `delimiter` occurs in the line, or if no known delimiter does.
+    It is the one of DELIMITERS that is most frequent outside quotes. Returns None if the line
+    contains `delimiter`, or none of DELIMITERS.
     """
     return None if delimiter in line else _other_delimiter(line, delimiter)
 
 
 def _other_delimiter(line: str, delimiter: str) -> str | None:
-    """Return the known delimiter that is most frequent in a line, outside quotes.
+    """Return the one of DELIMITERS that is most frequent in a line, not counting quoted text.
 
-    None if `delimiter` is at least as frequent.
+    Returns None if `delimiter` is at least as frequent.
     """
     line = _QUOTED.sub("", line)
     most = max(DELIMITERS, key=line.count)

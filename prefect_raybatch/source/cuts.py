@@ -40,9 +40,9 @@ threads or Ray tasks, and yield (index of the item, result of `work`) in any ord
 class Stretch:
     """Whole rows of a file: its bytes [start, stop), or up to the end if `stop` is None.
 
-    `head` is the file's header line, which is put before these rows. `lead` is the number of bytes
-    by which the first block of a JSON Lines reader is longer, so that blocks end where those of the
-    whole file do.
+    `head` is the file's header line, which is put before these rows. `lead` applies to JSON Lines:
+    the reader's first block is to be `lead` bytes longer than the others. Then its blocks end at
+    the same places as when the whole file is read.
     """
 
     file: File
@@ -110,12 +110,12 @@ def cut_csv(file: File, options: Csv, delimiter: str, everywhere: Everywhere) ->
 
 
 class _Seen:
-    """The quotes in a part of a CSV file, assuming that it begins inside or outside quotes.
+    """What a scan of a part of a CSV file finds, under an assumption about its beginning.
 
-    `inside` is 1 if it is assumed to begin inside quotes, else 0. `clear`: each quote so far opens
-    or closes a value. `quotes` is the number of quotes so far, plus `inside`. `line_end` is the
-    offset in the file after the first line break outside quotes; None if the part's first window
-    (up to SCAN_BYTES) has none.
+    `inside` is the assumption: 1 if the part begins inside quotes, 0 if outside. `clear`: each
+    quote so far opens or closes a value. `quotes` is the number of quotes so far, plus `inside`.
+    `line_end` is the offset in the file after the first line break outside quotes. It is None if
+    the first window of the part (up to SCAN_BYTES) has no such line break.
     """
 
     def __init__(self, inside: int) -> None:
@@ -166,10 +166,11 @@ class _Scan:
         return seen
 
     def _windows(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) of windows over the part at `start`, plus one byte each side.
+        """Yield (offset, bytes) of windows over the part at `start`.
 
-        The byte on each side is context; beyond the ends of the file it is a line break. `offset`
-        is the place of the first of the bytes in the file, context included, so -1 at its start.
+        The bytes are the window and one byte of context on each side. Beyond the ends of the file,
+        the context is a line break. `offset` is the offset in the file of the first byte of
+        context, so it is -1 for the first window of the file.
         """
         size = self.file.info.size
         stop, at = min(start + CUT_BYTES, size), max(start - 1, 0)

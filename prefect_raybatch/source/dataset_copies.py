@@ -44,11 +44,11 @@ def snapshot_dataset(
 ) -> Inventory:
     """Copy a `ray.data.Dataset` to Parquet files in the order of its rows; return their inventory.
 
-    The dataset's tasks write the files, so `run_store` must be reachable from where they run;
-    `attempt` becomes part of the files' names. `everywhere` says where files are written again if
-    needed, as in `snapshot`. Only the first `limit` rows and `columns` are copied (None: all).
-    Raises SourceError for columns that cannot be written or that change type, ConfigError for an
-    unknown column, and the errors of store and dataset.
+    The dataset's tasks write the files, so `run_store` must be reachable from where they run.
+    `attempt` becomes part of the files' names. Some files may have to be written again; as in
+    `snapshot`, `everywhere` chooses where this happens. Only the first `limit` rows and `columns`
+    are copied (None: all). Raises SourceError for columns that cannot be written or that change
+    type, ConfigError for an unknown column, and the errors of store and dataset.
     """
     if limit is not None:
         dataset = dataset.limit(limit)

@@ -133,9 +133,10 @@ def not_decoded(file: File, encoding: str, remedy: str) -> str:
 
 
 def _wide(head: bytes) -> tuple[str | None, str]:
-    """Return ("UTF-16" or "UTF-32", how the first bytes show it); (None, "") if they show neither.
+    """Return (name of the encoding, how the first bytes show it) for UTF-16 and UTF-32.
 
-    The name may end in LE or BE, the order of the bytes.
+    The name is UTF-16 or UTF-32, possibly followed by LE or BE for the order of the bytes. Returns
+    (None, "") if the bytes show neither encoding.
     """
     found = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
     if found is not None:
@@ -149,9 +150,10 @@ def _wide(head: bytes) -> tuple[str | None, str]:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Return whether bytes are surely UTF-8: they have its byte order mark or special characters.
+    """Return whether the bytes are surely UTF-8.
 
-    Text of ASCII characters alone is also valid in other encodings, so it does not count.
+    They are if they begin with its byte order mark, or if they are valid UTF-8 with at least one
+    character beyond ASCII. ASCII alone proves nothing, because it is valid in other encodings too.
     """
     if head.startswith(UTF8_MARK):
         return True

@@ -29,10 +29,13 @@ def parquet_tables(
 ) -> Iterator[pa.Table]:
     """Yield the rows of a Parquet file with the chosen `columns` (None: all), batch by batch.
 
-    Columns that only the path supplies are left out; if `columns` has no others, yields the file's
-    first column, so that rows can be counted. Adds the names of all columns in the file to `known`.
-    Skips row groups whose statistics show that no row matches `filter`, but yields the other row
-    groups whole. Raises SourceError if the file cannot be used, ConfigError for an unknown column.
+    Leaves out columns that only the file's path supplies. If all `columns` come from the path,
+    yields the file's first column instead, so that rows can be counted. Adds the names of all
+    columns in the file to `known`.
+
+    Skips row groups whose statistics show that no row matches `filter`. Yields all rows of the
+    other row groups. Raises SourceError if the file cannot be used, ConfigError for an unknown
+    column.
     """
     with _opened(file) as (parquet, handle):
         schema = parquet.schema_arrow
@@ -63,9 +66,9 @@ def _at_once(metadata: pq.FileMetaData) -> int:
 def _groups(parquet: pq.ParquetFile, filter: Filter | None) -> list[int]:
     """Return the indexes of the row groups that may hold rows that match `filter`.
 
-    All of them if there is no filter, or if it cannot be applied, e.g. because it uses a column of
-    the path. pyarrow's dataset reader gets only a copy of the footer, because it would read ahead
-    in the whole file in its own threads (see `Store.open`).
+    Returns all row groups if there is no filter, or if it cannot be applied, e.g. because it uses a
+    column of the path. pyarrow's dataset reader evaluates the statistics. It gets only a copy of
+    the footer: with the file itself, it would read ahead in threads of its own (see `Store.open`).
     """
     import pyarrow.dataset as ds
 

@@ -69,8 +69,8 @@ class Filter:
     def skips(self, schema: pa.Schema) -> bool:
         """Return whether files and row groups may be skipped if their statistics rule out a match.
 
-        False if the filter has `!=` or `NOT IN` on a column of floats: statistics leave out NaN,
-        which such a filter keeps.
+        Returns False if the filter has `!=` or `NOT IN` on a column of floats. Such a filter keeps
+        NaN, but statistics do not show whether there is any.
         """
         return not _unequal_floats(self.condition, schema)
 
@@ -79,10 +79,11 @@ class Filter:
         return table.filter(self.expression(table.schema))
 
     def sql(self, schema: pa.Schema, quote: str = '"') -> str | None:
-        """Return an SQL condition that keeps at least all matching rows; None: read all rows.
+        """Return an SQL condition that is true for all matching rows, and possibly for others.
 
-        `keep` must still be applied to the rows read. `quote` surrounds column names; values are
-        written as literals of their columns' types.
+        So `keep` must still be applied to the rows read. Returns None if there is no such
+        condition; then all rows must be read. `quote` surrounds column names. Values are written as
+        literals of their columns' types.
         """
         return _sql(self.condition, schema, quote)
 
@@ -296,9 +297,11 @@ def _sql_value(value: Literal, field: pa.Field) -> str | None:
 def _sql_timestamp(scalar: pa.Scalar) -> str | None:
     """Return a timestamp as an SQL literal; None if engines would change it, or fail.
 
-    None for nanoseconds, because literals have only microseconds; for years outside 1678 to 2261,
-    because engines hold 64-bit nanoseconds since 1970; and for time zones other than UTC, because
-    Lance compares literals with the local time of the column's zone.
+    Returns None in three cases:
+
+    - nanoseconds, because literals have only microseconds;
+    - years outside 1678 to 2261, because engines hold 64-bit nanoseconds since 1970;
+    - time zones other than UTC, because Lance compares literals with the zone's local time.
     """
     kind = scalar.type
     if kind.unit == "ns" or kind.tz not in (None, "UTC"):

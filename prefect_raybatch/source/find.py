@@ -64,9 +64,9 @@ class Inventory:
     """The input of a run.
 
     `files` are in reading order. `schema` has the columns to read, with dictionary types decoded.
-    `row_bytes` are uncompressed bytes per row: the mean of the file whose mean is highest. `format`
-    is the format of the source (parquet, csv, jsonl, arrow, dataset or a table format), even if
-    `files` are a snapshot of it. `table` names the table and its version for `Plan.table`.
+    `row_bytes` is the highest mean of uncompressed bytes per row in any file or copied block.
+    `format` is the format of the source (parquet, csv, jsonl, arrow, dataset or a table format),
+    even if `files` are a snapshot of it. `table` names the table and its version for `Plan.table`.
     `weights` are (rows, bytes) of consecutive row ranges that cover all rows, empty if unknown.
     `guessed`: the number of rows is estimated from a part of the input.
     """
@@ -88,9 +88,9 @@ class Inventory:
 class Cut:
     """A part of a file that is read instead of the whole file.
 
-    `content` holds whole rows from byte `at` of the file on, preceded in CSV by the file's header
-    line. The first block of a JSON Lines reader is longer by `lead` bytes, so that its blocks end
-    where those of the whole file end.
+    `content` holds whole rows, from byte `at` of the file on. In CSV the file's header line comes
+    before them. `lead` applies to JSON Lines: the reader's first block is to be `lead` bytes longer
+    than the others. Then its blocks end at the same places as when the whole file is read.
     """
 
     at: int
@@ -153,8 +153,8 @@ def detect_format(source: ReadSpec) -> str:
 def needs_snapshot(source: ReadSpec) -> bool:
     """Return whether `source` is read through a Parquet snapshot.
 
-    Parquet files are read in place, except over http(s) and with a filter or sample; all else is
-    copied. Raises the errors of `detect_format`.
+    False only for Parquet files that are read in place: without a filter or sample, and not over
+    http(s). Raises the errors of `detect_format`.
     """
     chosen = source.filter is not None or source.sample is not None
     in_place = not chosen and not any(map(is_web, source.uris))
@@ -203,10 +203,10 @@ def _is_folder(root: str, given: str) -> bool:
 
 
 def find(source: ReadSpec) -> tuple[str, list[File]]:
-    """Return the format of a `source` of files, not of a table, and the files, sorted by URI.
+    """Return (format, files sorted by URI) of a `source` that is not a table.
 
     Raises SourceError if there are no files, several formats, unknown extensions, file names that
-    are not UTF-8, or two links to one file; and the store's errors.
+    are not UTF-8, or two links to one file. Raises the store's errors as well.
     """
     kind, files = _choose(source, _list(source))
     _refuse_names(files)
@@ -217,8 +217,9 @@ def find(source: ReadSpec) -> tuple[str, list[File]]:
 def _list(source: ReadSpec) -> list[File]:
     """Return all files of `source`, sorted by URI.
 
-    Raises SourceError for an entry of source.uri that matches no file, or files of a table or run
-    that must not be read as plain files; also for a file that two entries include.
+    Raises SourceError in three cases: an entry of source.uri matches no file; it matches files of a
+    table or run that must not be read as plain files (`Places.refuse`); two entries include the
+    same file.
     """
     found: dict[str, File] = {}
     places = Places(source.options)

@@ -24,11 +24,11 @@ Values = tuple[tuple[str, str | None], ...]  # (column, value as text, None for 
 
 @lru_cache(1024)
 def path_values(root: str, folder: str) -> Values:
-    """Return (column, text or None for null) for each column that the path supplies to a file.
+    """Return (column, value) for each column that the path supplies to a file.
 
-    The file is in `folder`, relative to `root`. Columns come from `name=value` folders below the
-    root and at the end of the root itself. Raises SourceError for a repeated column, or one that is
-    not UTF-8.
+    A value is text, or None for null. The file is in `folder`, relative to `root`. Columns come
+    from `name=value` folders below the root and at the end of the root itself. Raises SourceError
+    if the path has a column twice, or a name or value that is not UTF-8.
     """
     above: list[str] = []
     for part in reversed(root.split("/")):
@@ -112,7 +112,10 @@ def agrees(column: pa.Array | pa.ChunkedArray, value: str | None) -> bool:
 
 
 def differs(where: str, name: str, value: str | None) -> str:
-    """Return the error message for a column in file `where` that may differ from its path."""
+    """Return the error message for a column that is both in file `where` and in its path.
+
+    `name` is the column, and `value` its value in the path. The file may have other values.
+    """
     return (
         f"{where}: column {name!r} is both in the file and in the path, but the values in the file "
         f"are not known to be {value!r}, as in the path. Remove it from one of them, or leave it "

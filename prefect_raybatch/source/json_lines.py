@@ -42,9 +42,10 @@ def json_tables(
 ) -> Iterator[pa.Table]:
     """Yield the rows of JSON Lines, or of one array of objects, in blocks; add all keys to `known`.
 
-    `columns` are the keys to read (None: all); a table lacks the keys that none of its rows has.
-    If a key in `as_written` has a fraction in a block, all its numbers in the block become text,
-    exactly as in the file.
+    `columns` are the keys to read (None: all). A table lacks the keys that none of its rows has.
+
+    `as_written` has keys whose fractions must not be rounded. If such a key has a number with a
+    fraction in a block, all its numbers in that block become text, exactly as in the file.
     """
     types: dict[str, pa.DataType] = {}
     schema = None
@@ -87,8 +88,8 @@ def _tables(file: File, as_written: Collection[str]) -> Iterator[tuple[str, pa.T
     """Yield (place, rows) for each block of the file.
 
     A place is text for error messages: the file's URI and the number of the block's first line (or
-    first item, in an array). `as_written` has the keys whose numbers are kept as text if any has a
-    fraction, as in `json_tables`. A block whose rows have many keys gives several tables.
+    first item, in an array). A block whose rows have many keys gives several tables. `as_written`
+    is explained in `json_tables`.
     """
     array = file.cut is None and is_array(file)
     unit = "item" if array else "line"
@@ -248,7 +249,10 @@ def _parse_piece(file: File, piece: bytes, as_written: Collection[str]) -> pa.Ta
 
 
 def _with_null_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with the types of `schema`, which may have nulls instead of text."""
+    """Return the table with the types of `schema`.
+
+    These may differ from the table's types only by having the null type where the table has text.
+    """
     for at, field in enumerate(schema):
         if table.field(at).type != field.type:
             table = table.set_column(at, field, [pa.array(table[at].to_pylist(), field.type)])

@@ -1,7 +1,7 @@
 """Converts the values of a JSON key to text if neither int64 nor float64 represents all exactly.
 
-pyarrow reads an integer above 2^63, and each integer of a key that also holds a fraction, as a
-float, so that two identifiers may become one.
+pyarrow reads an integer above 2^63 as a float. If a key has both integers and fractions, it reads
+all of them as floats. Rounded to floats, two identifiers may become equal.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _long_numbers(block: bytes) -> Iterator[tuple[int, bytes]]:
 def with_texts(block: bytes, paths: Set[Path], as_written: Set[Path] = frozenset()) -> bytes:
     """Return a JSON Lines block in which the numbers at `paths` are strings.
 
-    At the paths in `as_written` the strings are verbatim. Elsewhere, fractions that a float
-    represents exactly are written as Python prints them, all other numbers verbatim.
+    Most strings are the numbers exactly as in the block. Only fractions that a float represents
+    exactly are written as Python prints them, unless their path is in `as_written`.
     """
     made = []
     for line in block.split(b"\n"):

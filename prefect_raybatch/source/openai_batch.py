@@ -34,9 +34,11 @@ def request_tables(
     """Yield the rows of a batch file in tables of about streams.BLOCK_BYTES.
 
     `columns` are the columns of REQUEST_SCHEMA to yield (None: all). All names of REQUEST_SCHEMA
-    are added to `known`. `models` are the model names that a request may have, None for any. A line
-    with another model, or that is invalid otherwise, becomes a row without a body, whose `fault`
-    says what is wrong. Raises SourceError only if the file cannot be read.
+    are added to `known`. `models` are the model names that a request may have (None: any).
+
+    A line is invalid if its model is not one of these, or if anything else is wrong. Such a line
+    becomes a row without a body, and the row's `fault` says what is wrong. Raises SourceError only
+    if the file cannot be read.
     """
     known.update(dict.fromkeys(REQUEST_SCHEMA.names))
     models, seen = None if models is None else list(models), set[str]()

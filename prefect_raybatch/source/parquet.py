@@ -67,9 +67,10 @@ def inventory(source: ReadSpec) -> Inventory:
 
 
 def _first_rows(groups: Weights, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (rows, bytes) of those row `groups` that hold a file's first `rows` rows.
+    """Yield (rows, bytes) of the row groups that hold the first `rows` rows of a file.
 
-    Of the last group, only the rows needed count, and their share of its bytes.
+    `groups` are (rows, bytes) of all its row groups. If only some rows of the last group are
+    needed, yields their number and their share of the group's bytes.
     """
     for held, size in groups:
         taken = min(held, rows)

@@ -114,11 +114,11 @@ class Places:
         self._kinds |= dict(zip(unknown, kinds, strict=True))
 
     def around(self, folder: str) -> tuple[tuple[str, str], ...]:
-        """Return the nearest table or run that is or contains `folder`, as ((its folder, kind),).
+        """Return (folder, kind) of the nearest table or run that is or contains `folder`.
 
-        Only folders that were noted or looked up before count; () if none of them is a table or
-        run. If `folder` is reached by symbolic links, looks up its real path as well, and adds the
-        nearest table or run of that path.
+        The result is a tuple of such pairs, usually with one pair; () if there is no table or run.
+        Only folders that were noted or looked up before count. If `folder` is reached by symbolic
+        links, looks up its real path as well: a table or run around that path is a second pair.
         """
         if folder not in self._found:
             real = folder if is_remote(folder) else os.path.realpath(folder)
@@ -138,9 +138,10 @@ class Places:
     def refuse(self, root: str, uris: Sequence[str], whole: bool, named: bool) -> None:
         """Raise SourceError if files of a source.uri entry must not be read as plain files.
 
-        These are the files of a table, the results of an unfinished run, a run's own records, and
-        the whole directory of a run. `uris` are the files, `root` is the folder in which they were
-        looked for; `whole`: everything in it is read; `named`: the entry is the path of a file.
+        These are the files of a table, the results of an unfinished run, a run's records, and the
+        answers of a run together with its failed rows. `uris` are the files of the entry, and
+        `root` is the folder in which they were found. `whole`: the entry reads everything in
+        `root`. `named`: the entry is the path of a file, which may be a run's record.
         """
         self.look_above(root)
         runs: dict[str, set[str]] = {}

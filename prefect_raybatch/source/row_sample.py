@@ -47,7 +47,7 @@ class RowSample:
         return np.concatenate(parts).astype(np.int64)
 
     def among(self, parts: Iterable[SampledNumbers]) -> SampledNumbers:
-        """Return the row numbers sampled from all those in `parts`, in increasing order."""
+        """Return the sample of the row numbers in all `parts` together, in increasing order."""
         best = np.empty(0, np.int64)
         for part in parts:
             best = np.concatenate([best, part.astype(np.int64)])

@@ -1,9 +1,10 @@
 """Copies files to a snapshot in parallel, with the rows and types of a sequential copy.
 
 Each share (some small files, or a part of a large one) is written separately with the types known
-so far, and reports the types of its values. Merged in file order, these are the snapshot's types; a
-share written with other types is read again. Casting its files would not do, because it loses how a
-value such as `True` was written.
+so far, and reports the types of its values. The types of all shares are merged in file order. The
+merged types are those of the snapshot. A share written with other types is read again. Its files
+are not cast instead, because they no longer tell how a value was written: cast to text, the bool
+read from `True` would become `true`.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class ShareCopier:
     If an earlier copy of the same share is recorded in the store, it is used instead.
 
     `attempt` becomes part of the files' names; `chosen` are the rows to write (None: all).
-    `known` are the column types known so far, in the snapshot's order, `of_files` those of each
-    file by URI. For `read_as` see `copy_key`; for `text`, `union` and `typed` see `Shape`.
+    `known` has the column types known so far, in the snapshot's order. `of_files` has the column
+    types of each file, by URI. For `read_as` see `copy_key`; for `text`, `union` and `typed` see
+    `Shape`.
     """
 
     reader: Reader
@@ -141,7 +143,8 @@ def shares_of(
 def in_threads(cpus: int, remote: bool) -> Everywhere:
     """Return a function of type `Everywhere`, a parallel map, that uses threads of this process.
 
-    It has `cpus` threads, or more for `remote` files. They mostly run without Python's global lock.
+    The function starts `cpus` threads, or more for `remote` files. Threads are enough, because
+    copying rarely holds Python's global lock.
     """
 
     def everywhere(

@@ -172,9 +172,10 @@ def _convert(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _with_text(value: Any, kind: pa.DataType) -> Any:
-    """Return a JSON value of type `kind`, in which each empty dict that must be text is "{}".
+    """Return a JSON value with "{}" in place of each empty dict for which `kind` has text.
 
-    This is done at any depth. A key whose values are all objects without keys has type string.
+    `kind` is the type of the value. Empty dicts are replaced at any depth. `kind` has text where
+    all values of a key are objects without keys, because Parquet cannot store such objects.
     """
     types = pa.types
     if value is None:

@@ -151,9 +151,9 @@ def _side_by_side(
 ) -> Inventory | None:
     """Copy the files as parallel shares; return None if they must be copied sequentially.
 
-    Small inputs and those with a single share are copied sequentially. So is an input in which the
-    parts of a file have different types, though all its rows are valid. Raises the errors of
-    `snapshot`.
+    Inputs that are small or consist of a single share must be copied sequentially. The same is true
+    if the parts of a file have different types, although all its rows are valid. Raises the errors
+    of `snapshot`.
     """
     size = sum(file.info.size for file in files)
     if size <= cuts.CUT_BYTES and len(files) <= side_copies.SHARE_FILES:
@@ -284,10 +284,10 @@ def heads(source: ReadSpec, most: int) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
-    """Return (source to read, rows and columns of it to write).
+    """Return (source to read, rows and columns to write).
 
-    The source to read also has the columns that only the filter needs. Without a filter the second
-    is None: everything read is written.
+    The source to read also has the columns that only the filter needs. Without a filter, the rows
+    and columns to write are None, which means everything that is read.
     """
     if source.filter is None:
         return source, None
@@ -301,8 +301,9 @@ def _reads(source: ReadSpec) -> tuple[ReadSpec, Chosen | None]:
 def _fitting(kind: str, wanted: Chosen | None, table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return the rows of a file's first block that match the filter of `wanted` (None: all rows).
 
-    If the filter does not fit the types of CSV or JSON, returns all rows, because later rows may
-    still change the types. Raises ConfigError in other formats, and for a column missing in CSV.
+    In CSV and JSON, returns all rows if the filter does not fit the types, because later rows may
+    still change the types. In other formats, raises ConfigError. Raises it in CSV as well if the
+    file lacks a column of the filter.
     """
     if wanted is None:
         return table
@@ -432,8 +433,9 @@ def _check_unchanged(files: Sequence[File]) -> None:
 
 
 def snapshot_tables(tables: Callable[[], Blocks], run_store: Store, attempt: str) -> Inventory:
-    """Copy tables of one schema to Parquet; return the inventory, without files if no rows.
+    """Copy tables that all have the same schema to Parquet; return the inventory.
 
-    `tables` yields (origin, rows) from the start each time it is called.
+    Without rows, the inventory has no files. Each call of `tables` yields (origin, rows) of all
+    tables from the start; the origin is text for error messages.
     """
     return copy_tables(tables, Shape(), run_store, attempt, None, "parquet")

@@ -22,9 +22,9 @@ _NUMBER = r"^-?[0-9]+(\.[0-9]+)?(e[-+][0-9]+)?$"
 def text_type(column: pa.ChunkedArray, before: pa.DataType | None) -> pa.DataType:
     """Return the type that reproduces the texts of `column` as written.
 
-    It is int64, float64 or bool; otherwise text. If earlier values of the column had the type
-    `before`, the result is that type or text. If `column` has only nulls, it is `before`, or
-    null.
+    It is int64, float64 or bool if that reproduces all texts, otherwise text. `before` is the type
+    of the column's earlier values, None or null if there are none. If it is set, the result is
+    `before` or text. If `column` has only nulls, the result is `before`, or the null type.
     """
     if before == pa.string():
         return before

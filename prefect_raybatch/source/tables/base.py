@@ -66,8 +66,8 @@ class TableSource(ABC):
 
     The opening function is bounded in time and reads few rows or none. `schema` has all columns, in
     the table's order, and may contain dictionaries and view types. `rows` is the number of rows
-    before any filter, from metadata, or None if they are not in it; `counted` is False if `rows` is
-    only an estimate.
+    before any filter; None if the table's metadata does not have it. `counted` is False if `rows`
+    is only an estimate.
     """
 
     pin: TablePin

@@ -133,7 +133,8 @@ class _Chosen:
     def sample(self) -> tuple[int, pa.Table, bool]:
         """Read about GUESS_ROWS rows from the start of the table.
 
-        Return (number of rows read, those that match, whether the table has no other rows).
+        Returns (number of rows read, table of those that match the filter, whether the table was
+        read to its end).
         """
         looked, found = 0, [self.schema.empty_table()]
         for table in self._read(None):

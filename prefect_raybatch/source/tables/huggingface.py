@@ -1,7 +1,8 @@
 """Hugging Face datasets through the `datasets` library: from the Hub at a commit, streamed.
 
 Images and other media are not decoded: they are structs of {bytes, path}, as a job's image columns
-take them. Files outside the dataset that it names, local or on other hosts, are not opened.
+take them. A dataset may name files outside of itself, on this machine or on other hosts. They are
+not opened.
 """
 
 from __future__ import annotations
@@ -273,7 +274,10 @@ class HubSource(TableSource):
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Return the HTTP status that an error, or one that caused it, got from the Hub; else None."""
+    """Return the HTTP status in an error of the Hub's library, None if there is none.
+
+    If the error itself has no status, the errors that caused it are searched.
+    """
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:

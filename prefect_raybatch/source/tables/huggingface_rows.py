@@ -14,10 +14,11 @@ MEDIA = {"bytes", "path"}  # fields of an image, as the library stores it
 
 
 def choose_split(asked: str | None, names: Sequence[str], field: str) -> str:
-    """Return `asked` (a split, or several as a+b) if valid, or the only split if it is None.
+    """Return the split to read: `asked`, or the dataset's only split if `asked` is None.
 
-    Raises ConfigError if a split is not in `names`, or if `asked` is None and there are several.
-    `field` is the name of the job field, for the message.
+    `asked` may name several splits as a+b; `names` are all splits of the dataset. Raises
+    ConfigError if a split is not in `names`, or if `asked` is None and there are several. `field`
+    is the name of the job field, for the message.
     """
     if asked is None and len(names) == 1:
         return names[0]
@@ -51,9 +52,9 @@ def stored_type(kind: pa.DataType) -> pa.DataType:
 def as_typed(what: str, table: pa.Table, fields: Sequence[pa.Field], before: int) -> pa.Table:
     """Return a table with the columns `fields` in their types; absent ones are null.
 
-    `what` names the dataset and `before` is the number of rows read earlier, for the error. Raises
-    SourceError for a value that does not fit its column's type, which for text files is inferred
-    from the first rows.
+    Raises SourceError for a value that does not fit its column's type. In text files, the type was
+    inferred from the first rows, so later values may not fit. For the error, `what` names the
+    dataset, and `before` is the number of rows read earlier.
     """
     made = []
     for field in fields:

@@ -155,10 +155,11 @@ def _from_catalog(name: str, properties: dict[str, Any]) -> Table:
 
 
 def _from_folder(place: str, options: Mapping[str, Any], properties: dict[str, str]) -> Table:
-    """Return the table of its newest metadata file, or of the metadata file that `place` names.
+    """Return the table in the folder `place`, as its newest metadata file describes it.
 
-    `StaticTable` is not used: it lets properties in the table's metadata override our own, and
-    these may name Python code to load, or other endpoints to send credentials to.
+    `place` may also be the URI of one metadata file; then this file is used. pyiceberg's
+    `StaticTable` is not used, because it lets properties in the table's metadata override our own.
+    A malicious table could then name Python code to load, or endpoints to send credentials to.
     """
     from pyiceberg.catalog.noop import NoopCatalog
     from pyiceberg.io import load_file_io

@@ -1,7 +1,7 @@
 """A query of any database that SQLAlchemy supports, streamed in one read-only transaction.
 
 The transaction sees one state of the database, however long the copy takes. Its isolation level is
-REPEATABLE READ if the database has it, which on PostgreSQL and MySQL is a snapshot.
+REPEATABLE READ if the database has that level. On PostgreSQL and MySQL, this gives a snapshot.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ class SqlSource(TableSource):
             self._connection.close()
 
     def _fetched(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Run the query; yield (result, []), then (result, up to FETCH_ROWS rows) until its end.
+        """Run the query; yield its result and rows, as (result, up to FETCH_ROWS rows) each time.
 
-        Uses a server-side cursor if the driver has one. Raises ConfigError for a statement
-        that, unlike a SELECT, returns no rows.
+        The first item has no rows: (result, []). Uses a server-side cursor if the driver has one.
+        Raises ConfigError for a statement that, unlike a SELECT, cannot return rows.
         """
         # Not sqlalchemy.text, to which a colon in the query is a parameter.
         options = {"stream_results": True, "max_row_buffer": FETCH_ROWS}
@@ -165,7 +165,8 @@ class SqlSource(TableSource):
     def _first(self) -> pa.Schema:
         """Run the query, read its first rows, and return the schema.
 
-        A column has its type in source.types, else the database's if known, else an inferred one.
+        The type of a column is the one in source.types, if it is there. Otherwise it is the type
+        that the database names, if it is known, or the type inferred from the first rows.
         """
         fetched = self._fetched()
         result, _ = next(fetched)
@@ -197,8 +198,8 @@ class SqlSource(TableSource):
     def _told_by_duckdb(self, description: Sequence[Any]) -> dict[str, pa.DataType | None]:
         """Return {column: Arrow type}; a type is None if it must be inferred from the values.
 
-        `description` is the attribute of that name of DuckDB's cursor. Raises SourceError for
-        columns whose values Python would truncate.
+        `description` is `cursor.description` of DuckDB. Raises SourceError for a column of
+        nanoseconds, which Python would truncate, unless source.types declares its type.
         """
         for name, kind, *_ in description:
             if "TIMESTAMP_NS" in str(kind) and name not in self._declared:
@@ -361,7 +362,10 @@ def _begin(connection: Connection) -> None:
 
 
 def _authorize(action: int, *_: object) -> int:
-    """Deny ATTACH and DETACH as SQLite's authorizer, so that a query opens no other file."""
+    """Return SQLite's code to deny an action if it is ATTACH or DETACH, else the code to allow it.
+
+    SQLite calls this for each action of a query. So no query can open or create another file.
+    """
     refused = (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH)
     return sqlite3.SQLITE_DENY if action in refused else sqlite3.SQLITE_OK
 
