@@ -261,19 +261,17 @@ class SqlSink(Sink):
         observe("committed")
         return True
 
-    def _number_checks(
-        self, table: Table, schema: pa.Schema
-    ) -> dict[str, tuple[Holds, TypeEngine[Any]]]:
-        """Return {column: (test of whether it holds a number, its type)}.
+    def _number_checks(self, table: Table, schema: pa.Schema) -> dict[str, tuple[Holds, str]]:
+        """Return {column: (test of whether it holds a number, its type in SQL)}.
 
         It has only the columns that would round numbers of their types in `schema`.
         """
-        dialect = self.system
+        dialect = self._engine().dialect
         return {
-            str(column.name): (holds, column.type)
+            str(column.name): (holds, column.type.compile(dialect))
             for column in table.columns
             if column.name in schema.names
-            and (holds := number_check(schema.field(column.name).type, column.type, dialect))
+            and (holds := number_check(schema.field(column.name).type, column.type, dialect.name))
         }
 
     def _check_numbers(self, table: Table, rows: AnsweredRows) -> None:

@@ -41,28 +41,27 @@ def number_check(kind: pa.DataType, column: TypeEngine[Any], dialect: str) -> Ho
         return lambda values: all(value is None or holds(value) for value in values)
     if not isinstance(column, sql.Numeric):
         return None
-    if isinstance(column, sql.Float) or dialect == "sqlite":  # SQLite keeps decimals as floats
-        if not (kinds.is_integer(kind) or kinds.is_decimal(kind)):
-            return None
-        return _float_check(column, dialect)
-    scale = column.scale
-    if scale is None or (kinds.is_integer(kind) and scale >= 0):
-        return None
-    if kinds.is_decimal(kind) and scale >= kind.scale:
-        return None
-    if kinds.is_floating(kind):
-        return _float_fits_scale(scale, *FLOAT_TOLERANCE[kind.bit_width])
-    return _decimal_fits_scale(scale)
+    is_sqlite = dialect == "sqlite"  # it keeps decimals as floats, whatever their scale
+    tests: list[Holds | None] = []
+    if isinstance(column, sql.Float) or is_sqlite:
+        tests.append(_float_check(kind, column, dialect))
+    if column.scale is not None and not is_sqlite:  # MySQL's DOUBLE(10, 2) is a float with a scale
+        tests.append(_scale_check(kind, column.scale))
+    needed = [test for test in tests if test is not None]
+    return (lambda value: all(test(value) for test in needed)) if needed else None
 
 
-def _float_check(column: TypeEngine[Any], dialect: str) -> Holds | None:
+def _float_check(kind: pa.DataType, column: TypeEngine[Any], dialect: str) -> Holds | None:
     """Return a test of whether a column of floats holds an integer or decimal number.
 
-    Returns None for Oracle's FLOAT, REAL and DOUBLE PRECISION, which are decimal numbers.
+    Returns None for floats, and for Oracle's FLOAT, REAL and DOUBLE PRECISION, which are decimal
+    numbers.
     """
     import sqlalchemy as sql
     from sqlalchemy.dialects import mysql, oracle
 
+    if not (kinds.is_integer(kind) or kinds.is_decimal(kind)):
+        return None
     if dialect == "oracle" and not isinstance(column, (oracle.BINARY_FLOAT, oracle.BINARY_DOUBLE)):
         return None
     shorts = sql.REAL, mysql.FLOAT, oracle.BINARY_FLOAT
@@ -76,6 +75,15 @@ def _float_check(column: TypeEngine[Any], dialect: str) -> Holds | None:
         return Decimal(float(number)) == value or Decimal(str(number)) == value
 
     return holds
+
+
+def _scale_check(kind: pa.DataType, scale: int) -> Holds | None:
+    """Return a test of whether a number has at most `scale` decimals, but for a float's noise."""
+    if (kinds.is_integer(kind) and scale >= 0) or (kinds.is_decimal(kind) and scale >= kind.scale):
+        return None
+    if kinds.is_floating(kind):
+        return _float_fits_scale(scale, *FLOAT_TOLERANCE[kind.bit_width])
+    return _decimal_fits_scale(scale)
 
 
 def _decimal_fits_scale(scale: int) -> Holds:

@@ -249,6 +249,10 @@ SHORT = float(float32(100.1) - float32(100))
         (pa.float32(), NUMERIC, [0.1, SHORT], [0.126, 1e-3]),
         (pa.float64(), sqlalchemy.Numeric(6, 4), [0.8765, *NOISE], [0.87654321]),
         (pa.decimal128(20, 4), NUMERIC, [Decimal("0.1200")], [Decimal("0.1201")]),
+        *[(pa.float64(), column, [0.8765, *NOISE], [0.87654321])
+          for column in (mysql.FLOAT(7, 4), mysql.DOUBLE(8, 4), mysql.REAL(8, 4))],
+        (pa.decimal128(20, 4), mysql.DOUBLE(10, 2), [Decimal("0.1200")], [Decimal("0.1201")]),
+        (pa.decimal128(38, 2), mysql.DOUBLE(38, 4), [Decimal("0.12")], [Decimal(2**53 + 1)]),
         (pa.int64(), sqlalchemy.REAL(), [2**24, 2**60], [2**24 + 1]),
         (pa.int64(), sqlalchemy.Float(24), [2**24], [2**24 + 1]),
         (pa.int64(), mysql.FLOAT(), [2**24], [2**24 + 1]),
@@ -274,6 +278,8 @@ def test_a_number_is_held_if_only_noise_would_be_rounded(kind, column, kept, rou
         (pa.int64(), oracle.FLOAT(126), "oracle"),
         (pa.decimal128(10, 2), sqlalchemy.DOUBLE_PRECISION(), "oracle"),
         (pa.float64(), sqlalchemy.REAL(), "postgresql"),
+        (pa.float64(), mysql.DOUBLE(), "mysql"),
+        (pa.float64(), sqlalchemy.Numeric(10, 2), "sqlite"),
     ],
     ids=str,
 )
