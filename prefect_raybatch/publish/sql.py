@@ -391,8 +391,13 @@ class SqlSink(Sink):
 
     @property
     def _names(self) -> tuple[str, str]:
-        """Return (schema or "", name) of the table."""
+        """Return (schema or "", name) of the table.
+
+        For DuckDB, the schema is never "": its dialect would mix columns of all schemas.
+        """
         schema, _, name = (self.target.table or "").rpartition(".")
+        if not schema and self._url().get_backend_name() == "duckdb":
+            schema = "main"
         return schema, name
 
     @property
@@ -593,8 +598,7 @@ def _short_floats(engine: Engine, schema: str, table: str) -> set[str]:
         return set()
     query = (
         "SELECT column_name FROM duckdb_columns() WHERE data_type = 'FLOAT' AND table_name = ? "
-        "AND schema_name = coalesce(nullif(?, ''), current_schema()) "
-        "AND database_name = current_database()"
+        "AND schema_name = ? AND database_name = current_database()"
     )
     with engine.connect() as connection:
         return set(connection.exec_driver_sql(query, (table, schema)).scalars())

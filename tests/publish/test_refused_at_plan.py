@@ -297,6 +297,32 @@ def test_a_plan_names_the_columns_that_refuse_what_they_would_round(tmp_path):
         )
 
 
+def test_tables_of_one_name_in_two_schemas_of_duckdb_are_told_apart(tmp_path):
+    import duckdb as base
+
+    table, path = pa.table({"_row": [1], "n": [0.5]}), str(tmp_path / "rows.duckdb")
+    with base.connect(path) as connection:
+        connection.execute("CREATE SCHEMA other")
+        connection.execute("CREATE TABLE other.answers (_row bigint, n decimal(6,4), more text)")
+        connection.execute("CREATE TABLE other._raybatch_published (plan text)")
+    (line,) = plan(table.schema, duckdb(tmp_path))
+    assert line.endswith("is created by publishing")
+    with pytest.raises(ConfigError, match="table _raybatch_published has the columns plan, not"):
+        plan(table.schema, duckdb(tmp_path, table="other.answers"))
+    for night in "pq":
+        publish(table, duckdb(tmp_path), night * 64)
+        (line,) = plan(table.schema, duckdb(tmp_path))
+        assert line.endswith("exists, and its columns fit")
+    with pytest.raises(ConfigError, match=r"no column 'more' \(columns: _row, n\)"):
+        plan(pa.schema([("more", pa.string())]), duckdb(tmp_path))
+    with base.connect(path) as connection:
+        counts = [
+            connection.execute(f"SELECT count(*) FROM {schema}.answers").fetchall()
+            for schema in ("main", "other")
+        ]
+    assert counts == [[(2,)], [(0,)]]
+
+
 def test_a_real_of_duckdb_is_told_from_a_double(tmp_path):
     import duckdb as base
 
