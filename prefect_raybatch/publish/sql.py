@@ -50,7 +50,7 @@ NUMERIC_KINDS = (kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is
 # checked.
 FITTING_KINDS: dict[pa.DataType, tuple[Callable[[pa.DataType], bool], ...]] = {
     **dict.fromkeys([pa.float64(), pa.decimal128(38, 9)], NUMERIC_KINDS),
-    **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
+    **{pa.int64(): (kinds.is_integer, kinds.is_boolean), pa.bool_(): (kinds.is_boolean,)},
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
     **{pa.timestamp("us", "UTC"): (lambda kind: kinds.is_timestamp(kind) and kind.tz is not None,)},
@@ -328,7 +328,7 @@ class SqlSink(Sink):
                 turn = and_(*self._mark(marks, TURN))
                 connection.execute(marks.update().where(turn).values(run_key=rows.run_key))
                 self._delete(connection, table, rows, wanted)
-            for batch in _values(rows, wanted, engine.dialect.name, _unpacked(table)):
+            for batch in _values(rows, wanted, engine.dialect.name, _converters(table)):
                 connection.execute(table.insert(), batch)
             observe("inserted")
         return True
@@ -345,7 +345,7 @@ class SqlSink(Sink):
 
         columns = pa.schema([wanted.field(name) for name in self.target.key])
         where = and_(*(table.c[name] == bindparam(f"k_{name}") for name in columns.names))
-        for batch in _values(rows, columns, connection.dialect.name, _unpacked(table)):
+        for batch in _values(rows, columns, connection.dialect.name, _converters(table)):
             keys = [{f"k_{name}": value for name, value in row.items()} for row in batch]
             connection.execute(table.delete().where(where), keys)
 
@@ -656,12 +656,12 @@ def _kind(column: Column[Any]) -> pa.DataType:
         return pa.string()
 
 
-def _unpacked(table: Table) -> dict[str, Convert]:
-    """Return {column: function that converts a value to what SQLAlchemy accepts}.
+def _converters(table: Table) -> dict[str, Convert]:
+    """Return {column: function that converts a nested value or a boolean for the column}.
 
-    It has only the table's JSON and array columns.
+    It has only the table's JSON, array and number columns.
     """
-    from sqlalchemy import ARRAY, JSON
+    from sqlalchemy import ARRAY, JSON, Integer, Numeric
 
     found: dict[str, Convert] = {}
     for column in table.columns:
@@ -669,6 +669,8 @@ def _unpacked(table: Table) -> dict[str, Convert]:
             found[column.name] = lambda value: json.loads(json_text(value))
         elif isinstance(column.type, ARRAY):
             found[column.name] = lambda value: value
+        elif isinstance(column.type, (Integer, Numeric)):  # PostgreSQL casts no booleans
+            found[column.name] = int
     return found
 
 
@@ -718,19 +720,21 @@ def _values(
     rows: AnsweredRows,
     schema: pa.Schema,
     dialect: str,
-    unpacked: dict[str, Convert],
+    converters: dict[str, Convert],
 ) -> Iterator[list[dict[str, object]]]:
     """Yield lists of at most INSERT_ROWS rows, with values as the database's driver accepts them.
 
-    Nested values become JSON text unless `unpacked` has a converter for their column; times with a
-    zone become UTC; in SQLite, decimals become text. `schema` has the columns to yield, with the
-    types in which the target stores them.
+    Nested values become JSON text unless `converters` has a function for their column, which also
+    converts booleans; times with a zone become UTC; in SQLite, decimals become text. `schema` has
+    the columns to yield, with the types in which the target stores them.
     """
     change: dict[str, Convert] = {}
     for kept in schema:
         given = rows.schema.field(kept.name)
         if kinds.is_nested(given.type):
-            change[given.name] = unpacked.get(given.name, json_text)
+            change[given.name] = converters.get(given.name, json_text)
+        elif kinds.is_boolean(given.type) and given.name in converters:
+            change[given.name] = converters[given.name]
         elif kinds.is_timestamp(given.type) and given.type.tz:
             change[given.name] = _utc
         elif kinds.is_decimal(kept.type) and dialect == "sqlite":

@@ -408,6 +408,20 @@ def test_a_fraction_that_a_numeric_column_would_round_is_refused(server, kind, k
         assert len(own.execute("SELECT * FROM prices").fetchall()) == len(rows) - 1
 
 
+@pytest.mark.parametrize("kind", ["smallint", "bigint", "real", "numeric(9,2)", "boolean", "jsonb"])
+def test_booleans_become_numbers_where_the_column_has_numbers(server, kind):
+    with connect(server) as own:
+        own.execute("DROP TABLE IF EXISTS flags")
+        own.execute(f"CREATE TABLE flags (flag {kind})")
+    forget(server)
+    sink = open_sink(PublishTarget.model_validate(target(server, "flags")), "key", {})
+    rows = pa.table({"flag": [True, False, None]})
+    assert sink.check(rows.schema).startswith("exists, and its columns fit")
+    sink.publish(published_rows(rows, "k" * 64), lambda step: None)
+    with connect(server) as own:
+        assert own.execute("SELECT flag FROM flags").fetchall() == [(True,), (False,), (None,)]
+
+
 def test_times_do_not_depend_on_the_time_zone_of_the_server(server):
     noon, names = datetime(2026, 7, 1, 12), ["plain", "zoned"]
     with connect(server) as own:

@@ -142,7 +142,7 @@ KINDS = {
 }
 FITTING = {
     "id": {"bool", "int"},
-    "flag": {"bool", "int"},
+    "flag": {"bool"},
     "score": {"bool", "int", "float", "decimal"},
     "price": {"bool", "int", "float", "decimal"},
     "day": {"date"},

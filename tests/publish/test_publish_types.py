@@ -210,6 +210,14 @@ def test_columns_that_a_table_has_more_are_null_where_a_merge_replaces_a_row(for
     assert rows == [(1, "x", "m1"), (2, "Y", kept), (3, "Z", None)]
 
 
+def test_a_plan_refuses_integers_for_a_column_of_booleans(tmp_path):
+    with sqlite3.connect(tmp_path / "rows.db") as base:
+        base.execute("CREATE TABLE answers (flag boolean)")
+    said = "column 'flag' is bool in the existing table, but int64 in the result. Cast one of them"
+    with pytest.raises(ConfigError, match=said):
+        quiet(pa.schema([("flag", pa.int64())]), TARGETS["sql"][0](tmp_path))
+
+
 ROUNDED = [
     ("decimal(30, 4)", None, Decimal("0.1"), Decimal("12345678901234567.8901")),
     ("decimal(30, 4)", pa.int64(), 2**60, 2**53 + 1),
