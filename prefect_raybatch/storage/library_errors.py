@@ -86,7 +86,7 @@ def ca_file_problem(*settings: tuple[str, object]) -> str:
         if not isinstance(error, ssl.SSLError) and error.errno in _PASSING:
             return ""
         return (
-            f"{name}: {path!r} is no readable PEM file of CA certificates ({error.strerror}). "
+            f"{name}: {path!r} is not a readable PEM file of CA certificates ({error.strerror}). "
             "Name one, or remove the setting"
         )
     return ""

@@ -418,7 +418,7 @@ def test_a_certificate_authority_that_is_no_pem_is_no_outage(
         value["clusters"][0]["cluster"]["certificate-authority"] = str(wrong)
         config.write_text(yaml.safe_dump(value))
         sleep = Sleeper()
-        with pytest.raises(ConfigError, match=r"certificate-authority: '.*ca\.der' is no readable"):
+        with pytest.raises(ConfigError, match=r"certificate-authority: '.*ca\.der' is not a r"):
             KubeApi(asked(), 60, sleep).get("x")
     assert sleep.slept == 0
 

@@ -174,7 +174,7 @@ def test_a_file_of_certificates_that_is_no_pem_is_no_outage(
     with untrusted_server(tmp_path) as url:
         server = JobServer(url, patience=5, sleep=slept.append)
         with pytest.raises(
-            ConfigError, match=r"REQUESTS_CA_BUNDLE: '.*ca\.der' is no readable PEM"
+            ConfigError, match=r"REQUESTS_CA_BUNDLE: '.*ca\.der' is not a readable PEM"
         ):
             server.find("a job")
     assert slept == []

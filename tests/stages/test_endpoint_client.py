@@ -79,7 +79,7 @@ def test_a_file_of_certificates_that_is_no_pem_is_named(
     wrong = tmp_path / "ca.der"
     wrong.write_bytes(b"\x30\x82")
     monkeypatch.setenv("SSL_CERT_FILE", str(wrong))
-    said = r"engine\.endpoint: SSL_CERT_FILE: '.*ca\.der' is no readable PEM"
+    said = r"engine\.endpoint: SSL_CERT_FILE: '.*ca\.der' is not a readable PEM"
     with pytest.raises(ConfigError, match=said), engine_for("https://127.0.0.1:9/v1"):
         pass
 

@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 from helpers.clouds import Cloud
+from helpers.tls import untrusted_server
 from s3server import S3Proxy, proxy
 
-from prefect_raybatch.errors import AccessDenied, CredentialsUnusable, StoreError, StoreUnavailable
-from prefect_raybatch.storage import Store, Sums, put_file_proved, put_proved
+from prefect_raybatch.errors import (
+    AccessDenied,
+    ConfigError,
+    CredentialsUnusable,
+    StoreError,
+    StoreUnavailable,
+)
+from prefect_raybatch.storage import Store, Sums, open_store, put_file_proved, put_proved
 from prefect_raybatch.storage import bucket as bucket_module
 from prefect_raybatch.storage.clouds import connection
 from prefect_raybatch.storage.permissions import PERMISSIONS
@@ -203,3 +210,47 @@ def test_a_missing_bucket_and_a_wrong_key_are_not_tried_again(cloud: Cloud) -> N
         cloud.opened("none").read("x")
     with pytest.raises((CredentialsUnusable, AccessDenied)):
         cloud.opened(**{cloud.secret: "bm90LXRoZS1rZXk="}).read("x")
+
+
+CLOUD_KEYS = {
+    "gs": {"bearer_token": "t"},
+    "az": {"account_name": "a", "account_key": "a2V5"},
+}
+
+
+@pytest.mark.parametrize("scheme", CLOUD_KEYS)
+@pytest.mark.parametrize("content", [b"\x30\x82", None], ids=["no PEM", "missing"])
+@pytest.mark.parametrize("system", [True, False], ids=["others", "no others"])
+def test_a_file_of_certificates_that_cannot_be_used_is_no_outage(
+    scheme: str,
+    content: bytes | None,
+    system: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = tmp_path / "ca.der"
+    if content is not None:
+        wrong.write_bytes(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(wrong))
+    if not system:
+        monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("asked again"))
+    with untrusted_server(tmp_path) as url:
+        address = "base_url" if scheme == "gs" else "endpoint"
+        store = open_store(f"{scheme}://b/x", {address: url, **CLOUD_KEYS[scheme]})
+        said = rf"{scheme}://b.*: SSL_CERT_FILE: '.*ca\.der' is not a readable PEM file"
+        with pytest.raises(ConfigError, match=said):
+            store.read("a")
+
+
+@pytest.mark.parametrize("scheme", CLOUD_KEYS)
+def test_a_certificate_that_is_not_trusted_is_no_outage(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("asked again"))
+    with untrusted_server(tmp_path) as url:
+        address = "base_url" if scheme == "gs" else "endpoint"
+        store = open_store(f"{scheme}://b/x", {address: url, **CLOUD_KEYS[scheme]})
+        said = rf"{scheme}://b/x/a: the TLS certificate of {url} is not valid: \w+\. Set SSL_CERT"
+        with pytest.raises(ConfigError, match=said):
+            store.read("a")

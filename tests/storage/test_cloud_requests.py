@@ -264,10 +264,11 @@ def test_what_becomes_of_an_answer(
         ("Debug source:\n  status: 500,\nDebug source:\n  status: 429,\n  status: 503,\n", 503, ""),
         ("<Code>A</Code> <Code>ServerBusy</Code> (code: 503)", 503, "ServerBusy"),
         ("object (code: 404) is (code: 412) \n\nDebug source:\nx", 412, ""),
+        ("a\n  error: InvalidCertificate(\n  A,\n\nDebug source:\nx", 0, ""),
     ],
 )  # fmt: skip
 def test_where_status_and_code_are_read(error: str, status: int, code: str) -> None:
-    assert cloud_answer(OSError(error), "shown") == (status, code, "shown")
+    assert cloud_answer(OSError(error), "shown") == CloudAnswer(status, code, "shown")
 
 
 # --- connections --------------------------------------------------------------------------------

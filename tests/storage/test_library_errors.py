@@ -68,4 +68,4 @@ def test_a_ca_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     os.symlink("loop", tmp_path / "loop")
     for path in (tmp_path / "file" / "x", tmp_path / "loop", tmp_path / ("x" * 300)):
         problem = ca_file_problem(("verify", str(path)))
-        assert problem.startswith(f"verify: {str(path)!r} is no readable PEM file")
+        assert problem.startswith(f"verify: {str(path)!r} is not a readable PEM file")

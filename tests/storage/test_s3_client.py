@@ -380,7 +380,7 @@ def test_a_file_of_certificates_that_cannot_be_used_is_no_outage(
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("asked again"))
     with untrusted_server(tmp_path) as url:
         store = open_store("s3://b/x", {"key": "k", "secret": "s", "endpoint_url": url, **more})
-        with pytest.raises(ConfigError, match=rf"s3://b/x/a: .*{setting}: '.*ca\.der' is no reada"):
+        with pytest.raises(ConfigError, match=rf"s3://b/x/a: .*{setting}: '.*ca\.der' is not a r"):
             store.read("a")
 
 

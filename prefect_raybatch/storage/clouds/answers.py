@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from prefect_raybatch.errors import AccessDenied, CredentialsUnusable, StoreError, StoreUnavailable
+from prefect_raybatch.errors import (
+    AccessDenied,
+    ConfigError,
+    CredentialsUnusable,
+    StoreError,
+    StoreUnavailable,
+)
 from prefect_raybatch.storage.base import not_found
 from prefect_raybatch.storage.permissions import PERMISSIONS
 
 _STATUS = re.compile(r"^\s+status: (\d{3}),$", re.MULTILINE)
 _PART_STATUS = re.compile(r"\(code: (\d{3})\)\s*$")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_CERTIFICATE = re.compile(r"^\s+error: InvalidCertificate\(\n\s+(\w+)", re.MULTILINE)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 # URIs whose container and account could be swapped.
 _NAMES = re.compile(r"az://([a-z0-9]{3,24})@([a-z0-9]{3,24})(?=/|\Z)")
@@ -27,11 +34,15 @@ _NO_TOKEN = {
 
 
 class CloudAnswer(NamedTuple):
-    """The outcome of a failed call: HTTP status (0 without an answer), code and message."""
+    """The outcome of a failed call: HTTP status (0 without an answer), code and message.
+
+    `certificate` says why the server's TLS certificate was refused; "" if it was not.
+    """
 
     status: int
     code: str
     text: str
+    certificate: str = ""
 
     @property
     def without_token(self) -> bool:
@@ -41,6 +52,8 @@ class CloudAnswer(NamedTuple):
     @property
     def worth_retrying(self) -> bool:
         """Return whether the call may succeed if it is repeated."""
+        if self.certificate:
+            return False
         if self.code in ("ServerBusy", "OperationTimedOut", "InternalError"):
             return True
         return self.status in (0, 408, 429) or (
@@ -56,6 +69,11 @@ class CloudAnswer(NamedTuple):
         made; `endpoint` is scheme://host:port.
         """
         said = self.text
+        if self.certificate:
+            return ConfigError(
+                f"{place}: the TLS certificate of {endpoint} is not valid: {self.certificate}. Set "
+                "SSL_CERT_FILE to the file of the certificate authority that signed it, or renew it"
+            )
         if self.without_token:
             return CredentialsUnusable(f"{place}: {_NO_TOKEN[scheme]} ({said})")
         if self.worth_retrying:
@@ -100,9 +118,15 @@ def cloud_answer(error: Exception, text: str) -> CloudAnswer:
     """Return the outcome of the call that raised `error`; `text` is its message without secrets."""
     full = str(error)
     # The message begins with the object's name, which may hold anything; what follows is quoted.
-    statuses = _STATUS.findall(full.rpartition("Debug source:")[2])
+    debug = full.rpartition("Debug source:")[2]
+    statuses, certificate = _STATUS.findall(debug), _CERTIFICATE.search(debug)
     said = full.partition("\n\nDebug source:")[0]
     code = _CODE.findall(said)
     if not statuses:  # Azure deletes in batches, whose parts have a status each
         statuses = _PART_STATUS.findall(said)
-    return CloudAnswer(int(statuses[-1]) if statuses else 0, code[-1] if code else "", text)
+    return CloudAnswer(
+        int(statuses[-1]) if statuses else 0,
+        code[-1] if code else "",
+        text,
+        certificate[1] if certificate else "",
+    )

@@ -20,6 +20,7 @@ from prefect_raybatch.errors import ConfigError, StoreError
 from prefect_raybatch.schemes import CLOUD_SECRETS, EXTRAS, check_cloud_options
 from prefect_raybatch.spec.options import StoreOptions
 from prefect_raybatch.storage.base import header_time
+from prefect_raybatch.storage.library_errors import ca_file_problem
 from prefect_raybatch.storage.s3_silence import Silence, without_keys
 
 KNOWN_CONNECTIONS = 16
@@ -94,6 +95,8 @@ class CloudConnection:
                 self.bucket, config=self.options, client_options=limits, retry_config=retries
             )
         except Exception as error:  # obstore has its own classes, and raises ValueError
+            if problem := self.ca_problem():
+                raise ConfigError(f"{self.scheme}://{self.bucket}: {problem}") from None
             raise ConfigError(
                 f"obstore rejects the options of {self.scheme}://{self.bucket}: {self.scrub(error)}"
             ) from None
@@ -131,6 +134,15 @@ class CloudConnection:
                 f"abfss://{self.bucket}@ACCOUNT.dfs.core.windows.net/PATH"
             )
         return without_keys(str(url or f"https://{account}.blob.core.windows.net"))
+
+    def ca_problem(self) -> str:
+        """Return why the file of CA certificates in SSL_CERT_FILE cannot be loaded; "" if it can.
+
+        obstore ignores such a file if it finds others in the system's folder of certificates.
+        """
+        if self.endpoint().startswith("http://"):
+            return ""
+        return ca_file_problem(("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE")))
 
     def clock(self) -> float | None:
         """Return the store's time (seconds since 1970) from a Date header; None if unknown."""

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from prefect_raybatch.errors import StoreUnavailable
+from prefect_raybatch.errors import ConfigError, StoreUnavailable
 from prefect_raybatch.storage import bucket
 from prefect_raybatch.storage.base import (
     FileInfo,
@@ -256,6 +256,8 @@ class CloudStore(BucketStore):
                 failure = error
             tries += 1
             answer = cloud_answer(failure, link.scrub(failure))
+            if answer.certificate and (problem := link.ca_problem()):
+                raise ConfigError(f"{place}: {problem}") from None
             wait = random.uniform(0.5, 1.0) * pause
             deadline = began + self.retry_seconds
             # Without credentials, each try waits 10 s for a metadata server that does not exist.
