@@ -39,8 +39,7 @@ class Answer(NamedTuple):
     """The outcome of a failed call: S3's error code and the message, without secrets.
 
     `status` is the HTTP status, 0 without an answer, -1 if the client could not send the request.
-    In these two cases `code` is the class of the client's exception. With status 200, a key of a
-    batch was refused, with a code of unknown meaning.
+    In these two cases `code` is the class of the client's exception.
     """
 
     status: int
@@ -60,6 +59,14 @@ class Answer(NamedTuple):
         return self.expired or self.code == "400"
 
     @property
+    def refused_in_batch(self) -> bool:
+        """Return whether a key of a batch was refused with an unknown code.
+
+        The store answers such a batch with status 200.
+        """
+        return self.status == 200
+
+    @property
     def worth_retrying(self) -> bool:
         """Return whether the call may succeed if it is repeated.
 
@@ -67,9 +74,10 @@ class Answer(NamedTuple):
         throttling, a server error, or a body changed in transit; also after NoSuchUpload, which
         says that an earlier try completed the upload, but its answer was lost.
         """
-        if self.code in ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED):
+        codes = ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED)
+        if self.refused_in_batch or self.code in codes:
             return True
-        return self.status in (0, 200, 408, 409, 429) or (
+        return self.status in (0, 408, 409, 429) or (
             self.status >= 500 and self.status not in (501, 505, 507)
         )
 
@@ -88,7 +96,7 @@ class Answer(NamedTuple):
         """
         place, said = f"s3://{bucket}/{key}", self.reply
         credentials = f"credentials: {credentials}"
-        if self.status == 200:
+        if self.refused_in_batch:
             return StoreError(f"{place}: the store refused {operation} in {tries} tries ({said})")
         if self.worth_retrying:
             return StoreUnavailable(
