@@ -20,12 +20,11 @@ from prefect_raybatch.job.judge import judge_fields, judge_job, local_cluster
 from prefect_raybatch.job.openai_batch import without_batch_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.placeholders import (
-    date_in,
     date_of_key,
+    dates_in,
     day_of_run,
     placeholders_in,
     render_text,
-    tells_date,
     today,
 )
 from prefect_raybatch.job.secrets import hide_endpoint
@@ -322,16 +321,24 @@ def planned_run_date(job: BatchJob, planned: BatchJob, run_key: str) -> date | N
         for given, filled in pairs
         if given and filled
     ]
-    dates = {pair: when for pair in texts if (when := date_in(*pair)) is not None}
-    known = {given for given, _ in dates}
+    dates: list[date] | None = None  # those that agree with all locations
+    known = set()
+    for given, filled in texts:
+        agreeing = [when for when in dates or () if render_text(given, None, when) == filled]
+        if agreeing or (found := dates_in(given, filled)):
+            dates = agreeing if dates is not None else found
+            known.add(given)
+    if dates is None:
+        return None
     targets_known = all(
         render_text(text, run_key, None) in known for text in _dated_targets(job.output)
     )
-    told = [when for (given, _), when in dates.items() if targets_known or tells_date(given)]
-    for when in (date_of_key(run_key), *told):
-        if dates and when and all(render_text(given, None, when) == text for given, text in dates):
-            return when
-    if dates and not targets_known:
+    in_key = date_of_key(run_key)
+    if in_key in dates:
+        return in_key
+    if len(dates) == 1 or (dates and targets_known):
+        return dates[0]
+    if not targets_known:
         raise ConfigError(
             f"{{run_date}} in output.publish: the locations of run {run_key!r} do not tell its "
             "whole date. Set --run-date (run_date of the flow), or write the date itself"

@@ -7,7 +7,7 @@ they must have the same values each time that the run is started, resumed or loo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, date, datetime
 
 from prefect_raybatch.errors import ConfigError
@@ -16,15 +16,19 @@ from prefect_raybatch.job.checks import nearest
 _WORD = re.compile(r"\{(run_[a-z_]*)(?::([^{}]*))?\}")
 # At the end of a default run key; a retry (.r1) and a repaired run (.m1) add a number to the key.
 _STAMP = re.compile(r"-(\d{8}T\d{6})Z(?:\.[rm]\d+)*$")
-_DIRECTIVE = re.compile(r"(%-?[A-Za-z%])")
+_DIRECTIVE = re.compile(r"(%[-_0^#]*\d*[EO]?[A-Za-z%])")
 _SHAPES = {
     "%Y": r"\d{4}",
     "%m": r"\d\d",
     "%d": r"\d\d",
     "%y": r"\d\d",
     "%j": r"\d{3}",
+    "%F": r"\d{4}-\d\d-\d\d",
+    "%D": r"\d\d/\d\d/\d\d",
+    "%x": r"\d\d/\d\d/\d\d",
     "%%": "%",
 }
+_YEARS = ((1969, 2068), (1600, 2199))  # tried for dates in turn: (first, last)
 _ANY = "\0"  # any part of a folder's name, until the URI is split at each /
 PLACEHOLDER_NAMES = frozenset(("run_date", "run_key"))
 
@@ -119,49 +123,26 @@ def render_text(text: str, run_key: str | None, run_date: date | None) -> str:
     return _WORD.sub(word, text)
 
 
-def date_in(template: str, text: str) -> date | None:
-    """Return a date with which {run_date} in `template` gives `text`; None if none is found.
+def dates_in(template: str, text: str) -> list[date]:
+    """Return the dates with which {run_date} in `template` gives `text`; [] without {run_date}.
 
-    Parts of the date that the template does not contain are those of 1900-01-01.
+    There are several if the template has only a part of the date, such as {run_date:%Y-%m}. Tries
+    all dates, because strptime cannot read every format. A year of two digits is one from 1969 to
+    2068, as in strptime.
     """
-    directives: list[str] = []
-
-    def group(directive: str) -> str:
-        if directive in directives:
-            return f"(?P=part{directives.index(directive)})"
-        directives.append(directive)
-        return f"(?P<part{len(directives) - 1}>{_SHAPES.get(directive, '.+?')})"
-
-    pattern, at = "", 0
-    for word in _WORD.finditer(template):
-        pattern += re.escape(template[at : word.start()]) + _form_pattern(word[2], group)
-        at = word.end()
-    match = re.fullmatch(pattern + re.escape(template[at:]), text, re.DOTALL)
-    if match is None or not directives:
-        return None
-    names = [directive.replace("-", "") for directive in directives]
-    parts = dict(zip(names, match.groups(), strict=True))
-    try:
-        return datetime.strptime("\n".join(parts.values()), "\n".join(parts)).date()
-    except (ValueError, re.error):  # re.error: %c or %x repeats another directive
-        return None
-
-
-def tells_date(template: str) -> bool:
-    """Return whether {run_date} in `template` contains the year, the month and the day."""
-    forms = [word[2] or "%Y-%m-%d" for word in _WORD.finditer(template)]
-    parts = {part.replace("-", "") for form in forms for part in _DIRECTIVE.findall(form)}
-    has_month = not parts.isdisjoint(("%m", "%b", "%B"))
-    return not parts.isdisjoint(("%Y", "%y")) and ("%j" in parts or (has_month and "%d" in parts))
-
-
-def _form_pattern(form: str | None, shape: Callable[[str], str]) -> str:
-    """Return a regex for text in the strftime format `form` of a {run_date}.
-
-    `shape` returns the regex of one directive, such as %Y. If `form` is None, it is %Y-%m-%d.
-    """
-    parts = _DIRECTIVE.split(form or "%Y-%m-%d")  # every second one is a directive
-    return "".join(shape(part) if at % 2 else re.escape(part) for at, part in enumerate(parts))
+    literals = [re.escape(part) for part in _WORD.split(template)[::3]]
+    if len(literals) == 1 or re.fullmatch(".+".join(literals), text, re.DOTALL) is None:
+        return []
+    for first, last in _YEARS:
+        days = range(date(first, 1, 1).toordinal(), date(last + 1, 1, 1).toordinal())
+        dates = [
+            when
+            for when in map(date.fromordinal, days)
+            if render_text(template, None, when) == text
+        ]
+        if dates:
+            return dates
+    return []
 
 
 def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
@@ -176,13 +157,19 @@ def dated_parts(uri: str) -> tuple[str, list[re.Pattern[str]]]:
     base = uri[: first.start()].rpartition("/")[0]
     rest, at, made = uri[len(base) :].lstrip("/"), 0, ""
     for word in _WORD.finditer(rest):
-        shape = _ANY
-        if word[1] == "run_date":
-            shape = _form_pattern(word[2], lambda directive: _SHAPES.get(directive, _ANY))
+        shape = _form_pattern(word[2]) if word[1] == "run_date" else _ANY
         made += re.escape(rest[at : word.start()]) + shape
         at = word.end()
     made += re.escape(rest[at:].rstrip("/"))
     return base, [re.compile(part.replace(_ANY, ".+")) for part in made.split("/")]
+
+
+def _form_pattern(form: str | None) -> str:
+    """Return a regex for text in the strftime format of a {run_date}; by default %Y-%m-%d."""
+    parts = _DIRECTIVE.split(form or "%Y-%m-%d")  # every second one is a directive
+    return "".join(
+        _SHAPES.get(part, _ANY) if at % 2 else re.escape(part) for at, part in enumerate(parts)
+    )
 
 
 def day_of_run(run_key: str, run_date: date | None) -> date:

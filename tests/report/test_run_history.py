@@ -320,6 +320,8 @@ def test_nights_whose_folders_bear_their_dates_are_on_one_page(week, tmp_path):
         ("/d/x-{run_date:%Y/%m/%d}.d/{run_key}", "/d", 4, ["x-2026", "11", "01.d", "nightly-1"]),
         ("out/a+b{run_date:%d %B}", "out", 1, ["a+b01 November"]),
         ("out/{run_date:%-d.%m}", "out", 1, ["1.11"]),
+        ("out/{run_date:%F}/{run_date:%D}", "out", 4, ["2026-11-01", "11", "01", "26"]),
+        ("out/{run_date:%_d.%m}", "out", 1, [" 1.11"]),
     ],
 )
 def test_the_folders_of_dated_outputs(uri, base, parts, named):

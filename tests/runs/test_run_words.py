@@ -18,7 +18,7 @@ from prefect_raybatch.flow.run_history import written_uri
 from prefect_raybatch.flow.schedule import zone_of
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import job_placeholders, planned_run_date, render_placeholders
-from prefect_raybatch.job.placeholders import date_in, date_of, date_of_key
+from prefect_raybatch.job.placeholders import date_of, date_of_key, dates_in
 from prefect_raybatch.runs.run import Run
 
 NIGHT = date(2026, 7, 1)
@@ -122,10 +122,14 @@ def test_the_date_is_that_of_the_key_unless_it_is_given(tmp_path):
         ("{run_date:%d.%m.}{run_date:%Y}/100%m", "01.07.2026/100%m"),
         ("in/{run_date:%-d %B %Y}", "in/1 July 2026"),
         ("in/{run_date:%Y%%%m%d}", "in/2026%0701"),
+        ("in/{run_date:%F}", "in/2026-07-01"),
+        ("in/{run_date:%D}/{run_date:%s}", f"in/07/01/26/{NIGHT:%s}"),
+        ("in/{run_date:%G-W%V-%u}", "in/2026-W27-3"),
+        ("in/{run_date:%e.%m.%C%y}", "in/ 1.07.2026"),
     ],
 )
 def test_a_date_is_found_where_it_was_filled_in(template, text):
-    assert date_in(template, text) == NIGHT
+    assert dates_in(template, text) == [NIGHT]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_a_date_is_found_where_it_was_filled_in(template, text):
     ],
 )
 def test_no_date_is_found_where_none_was_filled_in(template, text):
-    assert date_in(template, text) is None
+    assert dates_in(template, text) == []
 
 
 def planned_date(key: str, source: str, *targets: str, planned: int = 0) -> date | None:
@@ -153,8 +157,8 @@ def planned_date(key: str, source: str, *targets: str, planned: int = 0) -> date
     return planned_run_date(with_targets, plan, key)
 
 
-@pytest.mark.parametrize("form", ["%Y-%m", "%m%d", "%d", "%Y-%d"])
-@pytest.mark.parametrize("key", ["monday", "nightly-20260630T223000Z"])
+@pytest.mark.parametrize("form", ["%Y-%m", "%m%d", "%d", "%Y-%d", "%Y-%W", "%G-W%V"])
+@pytest.mark.parametrize("key", ["monday", "nightly-20260626T223000Z"])
 def test_a_part_of_a_date_does_not_tell_the_date_of_a_new_target(form, key):
     source = f"in/{{run_date:{form}}}"
     with pytest.raises(ConfigError, match="do not tell its whole date"):
@@ -165,10 +169,22 @@ def test_a_part_of_a_date_does_not_tell_the_date_of_a_new_target(form, key):
     assert found is not None and f"{found:{form}}" == f"{NIGHT:{form}}"
 
 
-@pytest.mark.parametrize("form", ["%Y-%m-%d", "%Y/%j", "%d %B %y"])
+@pytest.mark.parametrize(
+    "form", ["%Y-%m-%d", "%Y/%j", "%d %B %y", "%F", "%x", "%G%V%u", "%e %h %Y"]
+)
 @pytest.mark.parametrize("key", ["monday", "nightly-20260630T223000Z"])
 def test_a_whole_date_in_a_location_is_that_of_a_new_target(form, key):
     assert planned_date(key, f"in/{{run_date:{form}}}", "lake/{run_date}") == NIGHT
+
+
+def test_locations_with_parts_of_a_date_tell_it_together():
+    targets = "lake/{run_date:%m-%d}", "lake/{run_date}"
+    assert planned_date("monday", "in/{run_date:%Y}", *targets, planned=1) == NIGHT
+
+
+def test_the_year_of_a_date_may_be_long_ago_or_have_two_digits():
+    assert dates_in("in/{run_date}", "in/1850-02-28") == [date(1850, 2, 28)]
+    assert dates_in("in/{run_date:%D}", "in/02/28/50") == [date(2050, 2, 28)]
 
 
 def test_the_date_of_the_key_is_taken_where_a_part_of_the_date_agrees():
