@@ -46,9 +46,10 @@ def escalated(
 ) -> tuple[EscalatePrepare, EscalateFinish]:
     """Return the prepare and finish stages with which a cascade's larger model runs.
 
-    They wrap `prepare` and `finish`, the stages for its prompts and answers, and pass on the
-    answers of the first model for rows that keep them. `hosted`: the larger model is behind an HTTP
-    API. Raises `CorruptRun` if `cascade` is None, i.e. the job has no cascade but the plan has.
+    They wrap `prepare` and `finish`, the stages for the larger model's prompts and answers. For
+    rows that keep the first model's answer, they pass on that answer. `hosted` says whether the
+    larger model is behind an HTTP API. Raises `CorruptRun` if `cascade` is None, i.e. the job has
+    no cascade but the plan has.
     """
     if cascade is None:
         raise CorruptRun(f"{store.uri} is a cascade by its plan, but not by its job")
@@ -64,15 +65,19 @@ def escalated(
 def first_answers(
     store: Store, increment: Increment, cascade: CascadeSpec, plan: Plan
 ) -> FirstAnswers:
-    """Return the first model's answers, with the choice of rows that the larger model answers.
+    """Return the first model's answers, and the choice of rows that the larger model answers too.
 
-    These are the rows with an unsure first answer: the least sure ones first, at most the share
-    `at_most` of all rows. In a retry, rows that an earlier run sent to the larger model are chosen
-    again and do not count against `at_most`. Further rows are chosen at random, to check how often
-    the models agree. The seed is the run key (in a repaired run, the original's), so each run
-    checks other rows. The choice depends only on the plan and the first model's result, so
-    each attempt chooses the same rows. `store` is rooted at the run directory. Raises `CorruptRun`
-    if the first model has not answered all rows.
+    These are rows of two kinds:
+
+    - Rows with an unsure first answer: the least sure ones first, at most the share `at_most` of
+      all rows. In a retry, rows that an earlier run sent to the larger model are chosen again and
+      do not count against `at_most`.
+    - Other rows, chosen at random, to check how often the models agree. The seed is the run key, so
+      each run checks other rows. A repaired run takes the run key of the original run.
+
+    The choice depends only on the plan and the first model's result, so each attempt chooses the
+    same rows. `store` is rooted at the run directory. Raises `CorruptRun` if the first model has
+    not answered all rows.
     """
     success = requests_phase_success(store, increment)
     if success is None:
@@ -123,12 +128,14 @@ def _columns(store: Store, success: Success) -> tuple[str, ...]:
 
 
 def _cut(answers: FirstAnswers, rows: int, most: int) -> tuple[int, int, tuple[float, int] | None]:
-    """Return (number of unsure rows, number sent to the larger model, the surest row sent).
+    """Count the unsure rows, and find which of them are sent to the larger model.
 
-    `rows` is the number of rows of the run. All unsure rows in `answers.again` are sent: those that
-    an earlier run sent. Of the other unsure rows, the `most` least sure ones are sent. The third
-    value is the surest of these others, as (sureness, row number): (-inf, -1) if `most` is 0, None
-    if all unsure rows are sent.
+    `rows` is the number of rows of the run. Unsure rows in `answers.again` are all sent, because an
+    earlier run sent them. Of the other unsure rows, the `most` least sure ones are sent.
+
+    Returns (number of unsure rows, number of rows sent, cut). The cut is the surest of the other
+    rows that is sent, as (sureness, row number). It is (-inf, -1) if `most` is 0, and None if all
+    unsure rows are sent.
     """
     sureness = [np.empty(0)]
     numbers = [np.empty(0, np.int64)]

@@ -157,9 +157,9 @@ def connected(cluster: ClusterSpec, user: Tenant | None = None) -> Iterator[Capa
     cluster if it was started here. `user` is the run as a tenant of the cluster; by default a new
     one.
 
-    Raises `ClusterUnavailable` with the address if no cluster answers, and `ConfigError` while runs
-    of this process are in another cluster, for `cluster.kubernetes`, or if Ray's token is missing
-    or wrong.
+    Raises `ClusterUnavailable` with the address if no cluster answers. Raises `ConfigError` if runs
+    of this process are in another cluster, if the job sets `cluster.kubernetes`, or if Ray's token
+    is missing or wrong.
     """
     if cluster.access.kubernetes is not None:
         raise ConfigError(
@@ -195,11 +195,11 @@ def admitted(
     user: Tenant,
     kind: WarmKind | None = None,
 ) -> Iterator[WarmLease | None]:
-    """Wait until the resources for the run of `user` are free; hold them for the block.
+    """Wait until the resources of the run `user` are free; hold them for the block.
 
-    These are the resources of all engines in `pool` and of the CPU stages; if `pool` is None, all
-    resources of the cluster (`capacity`). Yields a lease of warm engines of this `kind`. Yields
-    None if `kind` is None, or if engines are not kept warm and none was prewarmed.
+    With a `pool`, these are the resources of all its engines and of the CPU stages. If `pool` is
+    None, they are all resources of the cluster (`capacity`). Yields a lease of warm engines of this
+    `kind`. Yields None if `kind` is None, or if engines are not kept warm and none was prewarmed.
     """
     most = {"CPU": capacity.cpus, "GPU": capacity.gpus}
     takes = dict(most)
@@ -224,10 +224,10 @@ def end_by_sigterm() -> None:
 
 
 def local_cpus(cluster: ClusterSpec) -> int:
-    """Return how many logical CPUs a local cluster gets: all usable ones, or more for the stages.
+    """Return how many logical CPUs a local cluster gets: all usable ones, or more if needed.
 
-    With fewer than the stages need, Ray would wait forever, because a pool of actors can hold all
-    of them.
+    A task of each CPU stage and an engine must fit at once. With fewer CPUs, Ray would wait
+    forever, because a pool of actors can hold all of them.
     """
     stage_cpus = cluster.prepare.num_cpus + cluster.finish.num_cpus
     return max(cpu_limit.usable_cpus(), math.ceil(stage_cpus + cluster.engine_cpus))
@@ -257,9 +257,13 @@ def capacity() -> Capacity:
 def glance(cluster: ClusterSpec) -> Capacity | None:
     """Return the capacity of a run's cluster as far as it is known without joining it.
 
-    Takes the first that applies: the pods that a run on Kubernetes will request; the cluster that
-    this process has joined; this machine, for a run that starts a local cluster. None for any other
-    cluster, and for one with a job server.
+    The first case that applies decides:
+
+    - For a run on Kubernetes, return the capacity of the pods that it will request.
+    - For a cluster with a job server, return None.
+    - If this process has joined a cluster, return that cluster's capacity.
+    - If the run starts a local cluster, return this machine's capacity.
+    - For any other cluster, return None.
     """
     made = cluster.access.kubernetes
     if made is not None:
@@ -396,7 +400,7 @@ def check_fit(spec: SizeSpec, capacity: Capacity, pool: Pool | None = None) -> N
     """Return the run's minimum resources; raise `InsufficientResources` if the cluster lacks them.
 
     `capacity` is all that the cluster has, whether free or not. `pool` is the run's pool of
-    engines, by default the one that it would choose for that capacity.
+    engines. By default, it is the pool that the run would choose for that capacity.
     """
     pool = pool or pool_for(spec, capacity)
     want = needs(spec, pool)

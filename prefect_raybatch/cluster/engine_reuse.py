@@ -53,9 +53,9 @@ def sizes_for_shape(
 ) -> Sizing | None:
     """Return the sizes of a run with engines of this `shape`; None if the run should not use them.
 
-    It should not if the shape does not fit, changes the number of replicas, or reaches less than 98
-    % of the rate of `own`, the sizes that the run would choose itself (by the cost model). `ask`
-    returns the sizes for a spec.
+    `own` are the sizes that the run would choose itself, and `ask` computes the sizes for a spec.
+    Returns None if the shape does not fit, if it changes the number of replicas, or if its rate by
+    the cost model is less than 98 % of the rate of `own`.
     """
     try:
         near = ask(shape.asked_in(spec))
@@ -74,9 +74,10 @@ def closest_running(
 ) -> tuple[Sizing, WarmKind | None]:
     """Return (sizes for a run, kind of its engines), with sizes of running engines if possible.
 
-    `own` are the sizes that the run would choose itself; they are returned unless engines of one of
-    the kinds in `up` are similar enough (see `sizes_for_shape`). `ask` returns the sizes for a
-    spec, `kind_of` the kind of engines with given sizes, None if they cannot be shared.
+    `own` are the sizes that the run would choose itself. They are returned unless running engines
+    of a kind in `up` are similar enough (see `sizes_for_shape`). `ask` computes the sizes for a
+    spec. `kind_of` returns the kind of engines with given sizes, or None if such engines cannot be
+    shared.
     """
     kind, waiting = kind_of(own), list(up)
     if kind is None or kind in waiting:

@@ -149,10 +149,10 @@ def numbered_parts(store: Store, success: Success | None, kind: str) -> tuple[An
 
 
 def _by_row(store: Store, plan: Plan) -> tuple[AnswerFile, ...] | None:
-    """Return the copy of the answer files whose rows are in row order; None if it cannot be used.
+    """Return the copy of the answer files whose rows are in row order.
 
-    It cannot if the run has no such copy or the copy is damaged. The answers are then read from the
-    files in request order.
+    Returns None if the run has no such copy, or if the copy is damaged. The answers are then read
+    from the files in request order.
     """
     try:
         found = read_answers_by_row(store, plan)

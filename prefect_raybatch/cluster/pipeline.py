@@ -113,10 +113,11 @@ class Pipeline:
     """The stages of one attempt at a run with a plan. `store` is the run directory.
 
     `size` has the sizes for the cluster. `shuffle` (any text) seeds a random order of the shards;
-    None: the longest first. `on_pass` is called before the engines of a pass start. `warm` is the
-    lease of engines that outlast the run; None: the pass starts its own. `early` is the name under
-    which prewarmed engines report their start, "" if there are none. For `others` seconds, requests
-    of earlier attempts may count against a hosted model's limits.
+    if it is None, the longest shards come first. `on_pass` is called before the engines of a pass
+    start. `warm` is the lease of engines that outlast the run; if it is None, each pass starts its
+    own engines. `early` is the name under which prewarmed engines report their start, "" if there
+    are none. For the next `others` seconds, requests of earlier attempts may still count against a
+    hosted model's limits.
     """
 
     spec: RunSpec
@@ -164,12 +165,16 @@ class Pipeline:
     def __call__(self, units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:
         """Send units through the stages; yield their receipts as they arrive, in no order.
 
-        `isolated` keeps one unit in flight per engine, so that a death can be attributed to it.
-        Each unfinished unit gets a receipt with a `Loss` if a node was or may have been lost, if an
-        engine died while starting, or if several engines died in a row without an answer in
-        between. In other cases, a unit whose process died gets no receipt: its rows may be the
-        cause. Raises `EngineFailure` if an engine died while starting and the pass has no receipts
-        yet: Ray has already retried the start.
+        `isolated` keeps one unit in flight per engine, so that a death can be attributed to that
+        unit. At the end, each unfinished unit gets a receipt with a `Loss` in these cases:
+
+        - A node was lost, or may have been lost.
+        - An engine died while starting.
+        - Several engines died in a row without an answer in between.
+
+        In other cases, a unit whose process died gets no receipt: its rows may be the cause. Raises
+        `EngineFailure` if an engine died while starting and the pass has no receipts yet. Ray has
+        already retried the start by then.
         """
         missing, nodes = Missing(units), self._nodes()
         self.on_pass()
@@ -256,9 +261,10 @@ class Pipeline:
         )
 
     def _deaths_in_a_row(self, isolated: bool) -> int:
-        """Return after how many dead engines in a row, without an answer in between, a pass ends.
+        """Return the number of dead engines in a row at which a pass ends.
 
-        An engine counts as dead once its last restart by Ray has died.
+        An answer in between starts the count again. An engine counts as dead once Ray no longer
+        restarts it.
         """
         engines = self.size.pool.engines
         return max(engines, DEATHS_ALONE) if isolated else engines
@@ -291,10 +297,12 @@ class Pipeline:
     ) -> tuple[Prepare | LookUp | EscalatePrepare, EngineLaunch | None, Finish]:
         """Return (prepare stage, settings with which engines start, finish stage) of a pass.
 
-        The settings are None if no engine is needed: in a rows phase that looks up its answers, and
-        if the first model of a cascade was sure of all rows. `isolated`: the user's functions are
-        called in a separate process, and each row with an unavailable image fails. Otherwise a
-        block is lost as a whole if images of too many rows are unavailable (TOO_MANY_AWAY).
+        The settings are None if the pass needs no engine. This is so in a rows phase that looks up
+        its answers, and if the first model of a cascade was sure of all rows.
+
+        With `isolated`, the user's functions are called in a separate process, and each row with an
+        unavailable image fails. Without it, a block is lost as a whole if images of too many of its
+        rows are unavailable (TOO_MANY_AWAY).
         """
         spec, limits, increment = self.spec, self.spec.limits, self.increment
         launch, hosted = self._launch(isolated), spec.engine.model.endpoint is not None
@@ -418,7 +426,10 @@ class Pipeline:
         return usage.batches or usage.outage
 
     def limited(self) -> str:
-        """Return why the rate limiter held back requests when it last answered, or ""."""
+        """Return why the rate limiter held back requests; "" if it did not.
+
+        The text is from the limiter's last answer.
+        """
         return self._used.waits
 
     def _usage(self, last: bool = False) -> Usage:
@@ -448,7 +459,7 @@ class Pipeline:
         return cluster.actor_deaths(kind) if cluster.is_joined() else {}
 
     def _actors(self) -> str:
-        """Return the text by which the engines' actors are found: it is part of their names."""
+        """Return a text that the names of the engines' actors contain, by which they are found."""
         stage = Forwarder if self.warm is not None else self.engine
         return f"({stage.__name__})"
 
@@ -465,7 +476,7 @@ class Pipeline:
     def forget(self, early: bool = True) -> None:
         """Remove from the cluster the reports of when this attempt's engines started.
 
-        With `early`, also those of prewarmed engines.
+        With `early`, the reports of prewarmed engines are removed, too.
         """
         names = [self.attempt]
         if early and self.early:
@@ -588,10 +599,11 @@ def stage_of(endpoint: EndpointSpec | None, batch: bool = True) -> type[EngineSt
 def warm_kind_of(
     spec: RunSpec, model: models.PinnedModel, size: Sizing, engine: type = EngineStage
 ) -> WarmKind | None:
-    """Return the kind of a run's engines, by which later runs reuse them; None if they cannot.
+    """Return the kind of a run's engines; None if later runs cannot reuse the engines.
 
-    `model` is the pinned model. Engines cannot be reused if they may span nodes, if their number is
-    elastic, if the model is hosted, or if an argument is an object or a logits processor.
+    Later runs find engines by their kind. `model` is the pinned model. Engines cannot be reused if
+    they may span nodes, if their number is elastic, if the model is hosted, or if an argument is an
+    object or a logits processor.
     """
     fewest, most = size.pool.replicas
     if spec.sizes.spans_nodes or fewest != most or spec.engine.model.endpoint is not None:
@@ -624,9 +636,9 @@ def _classifier(ledger: Ledger, plan: Plan) -> Classifier:
 def _threshold(size: Sizing, isolated: bool) -> float:
     """Return the utilization of the running engines above which Ray Data starts another one.
 
-    Utilization is (queued and running tasks) / (tasks that may run at once). An elastic pool never
-    reaches Ray's default of 1.75 if an engine may run two or more tasks and one waits: it stayed at
-    its minimum (measured). `isolated`: an engine has one unit at a time.
+    Utilization is (queued and running tasks) / (tasks that may run at once). Ray's default is 1.75.
+    An elastic pool never reaches that if an engine may run two or more tasks and one waits: such a
+    pool stayed at its minimum (measured). `isolated` says that an engine gets one unit at a time.
     """
     return 1.0 if isolated else 1 + 0.5 / size.concurrent
 
@@ -677,9 +689,9 @@ def _short_errors(node_errors: list[str]) -> Iterator[None]:
     """Within the block, shorten Ray Data's log of lost tasks to the first line of the error.
 
     Tracebacks reference the actors of the pass, so a log handler that keeps records would keep the
-    actors' GPUs. `node_errors` gets the first line of each error about a lost node. Runs of one
-    process filter the same log: the first filter removes the traceback and marks the record, so
-    that the others see the lost node as well.
+    actors' GPUs. `node_errors` gets the first line of each error about a lost node. Several runs of
+    one process filter the same log. The first filter removes the traceback and marks the record, so
+    that the filters of the other runs see the lost node as well.
     """
 
     def short(record: logging.LogRecord) -> bool:

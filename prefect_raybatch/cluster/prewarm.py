@@ -1,7 +1,8 @@
 """Prewarm: start a run's engines while its input is still being copied.
 
 This is possible if the engines' arguments are certain before the rows are known. The engines wait
-among the warm engines (`warm`) until their run leases them by their kind. If it does not, they end.
+among the warm engines (see `warm`) until their run leases them. If the run does not lease them,
+they end.
 """
 
 from __future__ import annotations
@@ -185,7 +186,8 @@ def _differing(own: Mapping[float, Sizing]) -> str:
 def _cpus(where: ClusterSpec, capacity: Capacity) -> float:
     """Return the CPUs that prewarmed engines and the copy of the input may use together.
 
-    These are all of the cluster's, but of a local cluster only those of this process.
+    On a local cluster, they are at most the CPUs of this process. Otherwise, they are all CPUs of
+    the cluster.
     """
     local = cluster.address_of(where) is None
     return min(capacity.cpus, float(cpu_limit.usable_cpus())) if local else capacity.cpus

@@ -79,8 +79,9 @@ def token_refusal(address: str, access: ClusterAccess) -> Problem | None:
     """Return the problem if the head at `address` requires a token, and it is missing or wrong.
 
     The token is that of `access` or, without one, of the environment (see `token_sent`). Returns
-    None if the head accepts the request, if it does not answer within seconds, or if Ray uses TLS,
-    when this cannot be checked. Without this check Ray would retry for 20 s, or forever.
+    None if the head accepts the request or does not answer within seconds. Also returns None if Ray
+    uses TLS, because this module cannot check the token then. Without this check Ray would retry
+    for 20 s, or forever.
     """
     token = token_sent(access)
     try:

@@ -120,8 +120,8 @@ class ClusterSession:
         """Join the cluster at `address` (None: a local one with `cpus` CPUs or more) for the block.
 
         The last user to leave ends the cluster if this object started it and it is not kept warm.
-        Raises `ConfigError` while users are in a cluster at another address, and within another
-        such block, because the caller would wait for itself.
+        Raises `ConfigError` while users are in a cluster at another address. Also raises it if the
+        caller is in another such block already, because it would wait for itself.
         """
         self._enter(user, address, cpus)
         token = _inside.set(True)
@@ -240,7 +240,7 @@ class ClusterSession:
     def visited(self) -> Iterator[bool]:
         """Yield whether this process is in a cluster.
 
-        If other users are in the cluster, it does not end before the block does.
+        If that cluster has users, it stays at least until the end of the block.
         """
         guest = Tenant("a query of the cluster", works=False)
         with self._changed:
@@ -444,10 +444,11 @@ class ClusterSession:
     def _until_free(
         self, user: Tenant, needs: Mapping[str, float], holds: Mapping[str, float]
     ) -> None:
-        """Wait until Ray reports `needs` as free, less what the user `holds` already.
+        """Wait until the free resources that Ray reports cover `needs`.
 
-        Ends idle engines if that helps. Waits for a limited time, since Ray frees the resources of
-        ended actors with a delay and other runs use some; after that, the run starts all the same.
+        Resources that the `user` holds already (`holds`) count as free. Ends idle engines if that
+        helps. The wait is limited, since Ray frees the resources of ended actors with a delay and
+        other runs use some. After it, the run starts in any case.
         """
         with self._changed:
             if not self._worked:

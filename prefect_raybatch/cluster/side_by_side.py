@@ -73,8 +73,8 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
     """Yield how many CPUs of the cluster to use for `size` bytes of work; 0: use this process.
 
     If the number is above 0, the process is in the cluster during the block. Yields 0 if there is
-    too little work, or the cluster cannot be joined from here. `made` names what the work produces
-    in logs and to the cluster's users.
+    too little work, or the cluster cannot be joined from here. `made` is a noun for the product of
+    the work, such as "result"; logs contain it, and messages to other users of the cluster.
     """
     with CLUSTER_SESSION.visited() as there:
         if there:
@@ -102,9 +102,9 @@ def run_in_parallel(
 ) -> Iterator[Value]:
     """Run `work(item)` for each item as a Ray task of one CPU; yield the results in any order.
 
-    At most `at_once` tasks are in progress, or `room()` of them if that is given and returns a
-    number. The first error is raised here; then no further task starts, and running ones are
-    cancelled. `work` must be idempotent: Ray runs a task again if its worker or node is lost,
+    At most `at_once` tasks are in progress. If `room` is given and returns a number, that number is
+    the limit instead. The first error is raised here; then no further task starts, and running ones
+    are cancelled. `work` must be idempotent: Ray runs a task again if its worker or node is lost,
     perhaps while the lost one still works.
     """
     import ray
@@ -128,7 +128,10 @@ def run_in_parallel(
 
 
 def _done(work: Callable[[Item], Value], item: Item) -> Value | RayBatchError:
-    """Return the result of `work(item)`, or its `RayBatchError`, which Ray would wrap if raised."""
+    """Return the result of `work(item)`, or the `RayBatchError` that it raised.
+
+    The error is returned because Ray would wrap a raised one.
+    """
     try:
         return work(item)
     except RayBatchError as error:

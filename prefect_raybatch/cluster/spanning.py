@@ -35,10 +35,10 @@ class _Made(PlacementGroupSchedulingStrategy):
 class SpanningGroups:
     """Creates a placement group for each engine that may span nodes.
 
-    Ray Data calls the object for the options of each engine's actor. A group has one bundle per GPU
-    of the engine (`gpus` of them), on as few nodes as possible. The actor is in the first bundle,
-    which has its `num_cpus`. vLLM finds the group through the actor and starts a worker in each
-    bundle.
+    Ray Data calls the object for the options of each engine's actor. A group has one bundle for
+    each of the engine's `gpus` GPUs, on as few nodes as possible. The actor is in the first bundle,
+    which also has the actor's `num_cpus`. vLLM finds the group through the actor and starts a
+    worker in each bundle.
     """
 
     def __init__(self, gpus: int, num_cpus: float, accelerator: str | None = None):

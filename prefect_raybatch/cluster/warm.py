@@ -39,11 +39,11 @@ TIDY_EVERY = 5.0  # seconds between looks for engines that have waited long enou
 class WarmKind:
     """The kind of an engine: an engine can replace another one if their kinds are equal.
 
-    Kinds are equal if `key` (a hash of settings), `engine` (the class of the engine stage) and
-    `calls` (the most concurrent calls) are. `options` are Ray's for the actor, `takes` are the
-    resources that it holds, by Ray's names. `arguments` are vLLM's; `base` is a hash of the
-    settings in `key` except these: kinds with an equal `base` differ at most in arguments and
-    `calls`.
+    Only three fields are compared: `key` (a hash of settings), `engine` (the class of the engine
+    stage) and `calls` (the maximum number of concurrent calls). `options` are Ray's options for the
+    actor, and `takes` are the resources that the actor holds, by Ray's names. `arguments` are
+    vLLM's. `base` is a hash of all settings in `key` but `arguments`: kinds with an equal `base`
+    differ at most in `arguments` and `calls`.
     """
 
     key: str
@@ -74,7 +74,10 @@ class HostAccess(Protocol):
     """The operations on hosts: Ray actors that hold one engine each."""
 
     def make(self, kind: WarmKind) -> object:
-        """Start and return a host for an engine of a `kind`; a run or `begin` starts the engine."""
+        """Start and return a host for an engine of a `kind`.
+
+        It holds no engine yet: `begin` or a run starts the engine.
+        """
 
     def begin(self, host: object, launch: EngineLaunch) -> object:
         """Start the engine in a host (a Ray actor) before a run leases it.
@@ -290,7 +293,7 @@ class WarmEngines:
     def forget(self) -> None:
         """Remove all waiting engines from this object without ending them.
 
-        The cluster is gone, or other commands use the engines.
+        Call it if the cluster is gone, or if other commands use the engines.
         """
         with self._lock:
             self._idle.clear()

@@ -177,10 +177,10 @@ class EngineHost:
 
 @dataclass(frozen=True)
 class Deaths:
-    """Limits on the deaths of an engine's process, at which a pass stops using the engine.
+    """The numbers of deaths of an engine's process at which a pass stops using the engine.
 
-    `starting` counts deaths during one start, `in_a_row` deaths without an answered block in
-    between.
+    `starting` limits the deaths during one start. `in_a_row` limits the deaths without an answered
+    block in between.
     """
 
     starting: int
@@ -190,11 +190,12 @@ class Deaths:
 class Forwarder:
     """The engine stage of a pass with warm engines: it sends each block to an engine's host.
 
-    The host holds the resources, not this actor. If the host's node is being drained, `made` starts
-    a host of the same `kind`, which takes the remaining blocks and ends with the pass. If this
-    actor's own node is being drained (`leaving` returns True), its blocks fail; Ray Data replaces
-    it on another node. `restarts` returns how often Ray has restarted a host. Once the host's
-    deaths reach a limit of `most`, every further block fails at once.
+    The host holds the engine's resources, not this actor. If the host's node is being drained,
+    `made` starts a new host of the same `kind`. The new host takes the remaining blocks and ends
+    with the pass. If this actor's own node is being drained (`leaving` returns True), its blocks
+    fail, and Ray Data replaces the actor on another node. `restarts` returns how often Ray has
+    restarted a host. Once the host's deaths reach a limit of `most`, every further block fails at
+    once.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def spent_by(stores: Iterable[tuple[Store, Iterable[str]]]) -> Spent:
 
 
 def spent_on(ledger: Ledger, plan: Plan) -> Spent:
-    """Return what all attempts at a run have spent, including those of its requests phase."""
+    """Return what all attempts at a run have spent, in both phases if the run has two."""
     return spent_by((one.store, list(one.attempts())) for one in ledgers_of(ledger, plan))
 
 
@@ -123,7 +123,10 @@ class CostMeter:
 
     @property
     def cost(self) -> float | None:
-        """Return the cost of this attempt so far; None without a price and without paid tokens."""
+        """Return the cost so far of this attempt's GPU time and of a hosted model's tokens.
+
+        None if the price of a GPU is unknown and no tokens were paid for.
+        """
         gpus = None if self.price is None else self.gpu_seconds * self.price / HOUR
         tokens = self.tokens_cost()
         return (gpus or 0.0) + tokens if tokens else gpus
@@ -149,7 +152,10 @@ class CostMeter:
         return self.total_cost + self.gpus * seconds_left * self.price / HOUR
 
     def figures(self, seconds_left: float | None) -> JsonObject:
-        """Return a heartbeat's cost fields; the run ends in `seconds_left` (None if unknown)."""
+        """Return the cost fields of a heartbeat.
+
+        `seconds_left` is the expected time until the end of the run; None if unknown.
+        """
         found = {
             "cost": self.cost,
             "cost_run": self.total_cost,
@@ -165,7 +171,7 @@ def check_cost(
     """Raise `CostExceeded` if the run has reached `limits.max_cost` and has uncommitted shards.
 
     Does nothing if the job sets no limit, or if `cost` is None (unknown). `shards` is the number of
-    all shards, `committed` of those that are committed.
+    all shards, `committed` the number of committed ones.
     """
     most = limits.max_cost
     if most is None or cost is None or cost < most or committed >= shards:

@@ -71,10 +71,10 @@ Quarantine = Callable[[Unit, Loss], Receipt]
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """Size of the run's other phase, which is over or still to come.
+    """Size of the run's other phase: one that is over, or one that is still to come.
 
-    `rows` and `shards` are the planned numbers. `failed` counts the rows of the run that will fail
-    because their request failed in the phase that is over; 0 for a phase still to come.
+    `rows` and `shards` are the planned numbers. If the phase is over, `failed` counts the rows of
+    the run that will fail because their request failed in it. Otherwise `failed` is 0.
     """
 
     rows: int = 0
@@ -87,15 +87,21 @@ class Progress:
     """Progress of one phase of a run, over all attempts at it.
 
     A run has two phases with reuse or `engine.order: run` (requests, then rows) and in a cascade
-    (one for each model). `rows`, `shards` and `tally` are of this phase, `before` and `later` of
-    the phase that is over and of the one still to come, and `whole` is the sum over all phases.
-    `rate` is of this attempt only. `held_back` counts the failed rows of the shard that crossed the
-    error budget; the tally lacks them, because that shard is not committed. `core_deaths` counts
-    deaths of an engine core whose actor survived, and `process_deaths` deaths of actor processes,
-    as Ray counts them. `rows_of_failed` counts failed rows; in a requests phase, all rows that wait
-    for a failed request. `recent` holds (start of the work, rows) for each of the latest commits.
-    `passed_on` holds the error classes with which a cascade's first model passes rows on to the
-    larger model; empty outside that phase.
+    (one for each model).
+
+    - `rows` and `shards` are the planned numbers of this phase; `tally` counts what is committed.
+    - `before` is the phase that is over, `later` the phase still to come. `whole` is the planned
+      number of rows of all phases.
+    - `rate` is of this attempt only.
+    - `held_back` counts the failed rows of the shard that crossed the error budget. The tally lacks
+      these rows, because that shard is not committed.
+    - `core_deaths` counts deaths of an engine core whose actor survived. `process_deaths` counts
+      deaths of actor processes, as Ray counts them.
+    - `rows_of_failed` counts failed rows. In a requests phase, a failed request counts as all the
+      rows that wait for it.
+    - `recent` holds (start of the work, rows) for each of the latest commits.
+    - `passed_on` holds the error classes with which a cascade's first model passes rows on to the
+      larger model. It is empty outside that phase.
     """
 
     rows: int
@@ -133,8 +139,8 @@ class Progress:
     def unit(self) -> tuple[str, str]:
         """Return the noun for what `whole` counts, as (singular, plural).
 
-        It is "row" or, if the run has two phases, "step": a step answers a request or fills in a
-        row.
+        It is "row" or, if the run has two phases, "step". A step is one request or one row of a
+        phase.
         """
         both = self.before.rows or self.later.rows
         return ("step", "steps") if both else ("row", "rows")
@@ -170,7 +176,10 @@ class Progress:
         return (self.rows - self.done) / self.rate if self.rate else None
 
     def add(self, commit: Commit, since: float) -> None:
-        """Count a commit; for the rate, work on its rows began at `since` (seconds since 1970)."""
+        """Count a commit; work on its rows began at `since`, in seconds since 1970.
+
+        The rate is computed from these times.
+        """
         before = self.tally.rows
         self.tally.add(commit)
         self.recent.append((since, self.tally.rows - before))
@@ -181,10 +190,10 @@ class Driver:
 
     `observe` is called after each commit. When a shard crosses the error budget, `observe` is
     called once more, and `on_stop` gets the `Stop` with a sample of the shard's failed rows.
-    `waiting` is set in the requests phase only: it holds how many rows wait for each request, all
-    of which fail with the request. `draining` is called before each pass and after an incomplete
-    one; once it returns True, `run` raises `RunDrained`. `fetches_images`: rows of this phase
-    fail if their images cannot be fetched now.
+    `waiting` is set only in the requests phase, in which each shard holds requests instead of rows.
+    It holds how many rows wait for each request; if a request fails, all of them fail. `draining`
+    is called before each pass and after an incomplete one; once it returns True, `run` raises
+    `RunDrained`. `fetches_images` is True if this phase fetches the images of its rows.
     """
 
     def __init__(
@@ -236,8 +245,9 @@ class Driver:
         """Run passes until every shard is committed. Call `resume` first.
 
         `quarantine(unit, why)` writes the piece for a single row that kills its engine and returns
-        its receipt. `suspects` is the number of units that may be in flight in engines at once: if
-        no more than these are uncommitted after a pass, the next pass isolates them.
+        its receipt. `suspects` is the number of units that may be in flight in engines at once. If
+        a pass leaves no more units than these uncommitted, or makes no progress, the next pass
+        isolates its units: each engine gets one at a time.
 
         Raises the error that a receipt reports as fatal, `ErrorBudgetExceeded`, `RunDrained`, or
         `EngineFailure` after STRIKES passes in a row without progress. Committed shards stay
@@ -333,11 +343,11 @@ class Driver:
             self._accept(receipt)
 
     def _probes(self) -> list[Unit]:
-        """Return answered rows of committed shards to infer again, to see if engines work at all.
+        """Return answered rows of committed shards, to test whether engines work at all.
 
-        Their answers are discarded. They are needed because an earlier attempt may have left only
-        rows that kill engines. Returns [] if this attempt has received an answer, or if no such row
-        is found in the shards looked at.
+        Engines infer these rows again, and the new answers are discarded. The test is needed
+        because an earlier attempt may have left only rows that kill engines. Returns [] if this
+        attempt has received an answer already, or if the shards looked at have no answered row.
         """
         done = np.flatnonzero(self.done).tolist()
         if self._answered or not done:
@@ -389,10 +399,10 @@ class Driver:
     def _check_budget(self, receipts: Sequence[Receipt]) -> None:
         """Raise `ErrorBudgetExceeded` if more rows failed than the job's limits allow.
 
-        Counts the failed rows of all committed shards and of `receipts`: those of a shard that is
-        about to be committed, or []. Raises `ImagesUnavailable` instead if it would not be more
-        without the rows in `receipts` whose images could not be fetched. In both cases that shard
-        stays uncommitted, so that a later attempt runs it again.
+        Counts the failed rows of all committed shards and of `receipts`. These are the receipts of
+        a shard that is about to be committed, or []. Raises `ImagesUnavailable` instead if the
+        limit is exceeded only because images of rows in `receipts` could not be fetched. In both
+        cases that shard stays uncommitted, so that a later attempt runs it again.
         """
         more = sum(map(self._rows_of_failed, receipts))
         rows = self.plan.rows if self.waiting is None else self.waiting.rows
@@ -525,14 +535,17 @@ class Driver:
     def _after_isolation(
         self, units: list[Unit], deaths: Counter[Unit], quarantine: Quarantine
     ) -> list[Unit]:
-        """Return the units for the next pass after one in which each engine had one unit at a time.
+        """Return the units for the pass after one in which each engine had one unit at a time.
 
-        `units` are those that got no receipt. A unit of several rows that may have killed its
-        engine is split. For a unit of one row, the death is counted in `deaths`, and the row is
-        quarantined once it has `limits.engine_deaths`. It is not quarantined while nothing shows
-        that engines work: there are committed shards, and this attempt has received no answer, not
-        even for their rows (`_probes`). Units that failed for other reasons are returned as they
-        are.
+        `units` are those that got no receipt:
+
+        - A unit of several rows that may have killed its engine is split.
+        - For a unit of one row that may have killed its engine, the death is counted in `deaths`.
+          After `limits.engine_deaths` deaths the row is quarantined, if engines are known to work.
+        - A unit that failed for another reason is returned as it is.
+
+        Engines are not known to work if there are committed shards, but this attempt has received
+        no answer, not even for rows of those shards (`_probes`).
         """
         rest: list[Unit] = []
         # Where there are no probes, each engine answers a fixed prompt before it blames a row.

@@ -46,13 +46,14 @@ JOIN_SECONDS = 10.0  # seconds that a thread may take to end: a user who cancels
 class Counts:
     """A snapshot of `Progress` for other threads, taken in the driver's thread after a commit.
 
-    `rows` and `shards` are planned, `done` rows and `committed` shards are committed; `skipped`
-    counts the rows left out by `output.postprocess`. `at` and `window_start` are seconds since
-    1970. `commits`, `window_rows` and `window_start` are of the latest commits, over which the rate
-    is computed; they are 0 before this attempt's first commit. `held_back` counts the failed rows
-    of the shard that crossed the error budget and is not committed, `to_larger` the rows that a
-    cascade's first model has passed on to the larger one. `before` and `later` are the rows of the
-    run's other phases.
+    `rows` and `shards` are the planned numbers. `done` counts the committed rows, `committed` the
+    committed shards, and `skipped` the rows left out by `output.postprocess`. `at` and
+    `window_start` are seconds since 1970. The rate is computed over the latest commits, which
+    `commits`, `window_rows` and `window_start` describe; these are 0 before this attempt's first
+    commit. `held_back` counts the failed rows of the shard that crossed the error budget; that
+    shard is not committed. `to_larger` counts the rows that a cascade's first model has passed on
+    to the larger one. `before` and `later` are the numbers of rows of the run's previous and next
+    phase.
     """
 
     at: float
@@ -128,16 +129,17 @@ class Heartbeat:
     """The current state of a run, as a driver writes it to the store for others.
 
     Rates are per second, times are seconds; `at` and `last_commit` are seconds since 1970. `phase`
-    is one of PHASES, or UNHEARD or MAKING, which are never stored. `rows` and `shards` are planned,
-    `done` rows and `committed` shards are committed; `skipped` counts the rows left out by
-    `output.postprocess`. `engines` is {Ray's actor state: number of engines}. `alarms` counts the
-    warnings of the present stall and `quiet` is its duration; both are 0 while shards are being
-    committed. `about` is a text on the stall, on what the run waits for, or on its start.
-    `dashboard` is the URL of Ray's dashboard, "" if there is none. `held_back` counts the failed
-    rows of the shard that crossed the error budget, in addition to the committed `failed` rows.
-    `to_larger` counts the rows that a cascade's first model has passed on to the larger one.
-    `gpu_seconds` and `cost` are of this attempt, `cost_run` is of the whole run so far and
-    `cost_end` an estimate for the run at its end; an unknown cost is None.
+    is one of PHASES, or UNHEARD or MAKING, which are never stored. `rows` and `shards` are the
+    planned numbers. `done` counts the committed rows, `committed` the committed shards, and
+    `skipped` the rows left out by `output.postprocess`. `engines` is {Ray's actor state: number of
+    engines}. `alarms` counts the warnings of the present stall and `quiet` is its duration; both
+    are 0 while shards are being committed. `about` is a text on the stall, on what the run waits
+    for, or on its start. `dashboard` is the URL of Ray's dashboard, "" if there is none.
+    `held_back` counts the failed rows of the shard that crossed the error budget, in addition to
+    the committed `failed` rows. `to_larger` counts the rows that a cascade's first model has passed
+    on to the larger one. `gpu_seconds` and `cost` are of this attempt. `cost_run` is the cost of
+    the whole run so far, and `cost_end` an estimate of it at the end of the run; an unknown cost is
+    None.
     """
 
     at: float
@@ -315,10 +317,14 @@ def newest(store: Store) -> Heartbeat | None:
 def heartbeat_elsewhere(store: Store, counts: Counts, over: bool = False) -> Heartbeat:
     """Return the latest heartbeat in the store, or one built from `counts` alone.
 
-    Build one if the store has none, if the latest is older than SILENT_AFTER seconds, or if the
-    latest says that its driver has ended and `over` is False. `over`: all rows are committed, or
-    the Ray job has ended. A stored heartbeat may count fewer rows than are committed (see
-    `Heartbeat.with_committed`).
+    A heartbeat is built in these cases:
+
+    - The store has no readable one.
+    - The latest one is older than SILENT_AFTER seconds.
+    - The latest one says that its driver has ended, and `over` is False.
+
+    Pass `over` if all rows are committed, or if the Ray job has ended. A stored heartbeat may count
+    fewer rows than are committed (see `Heartbeat.with_committed`).
     """
     beat, now = newest(store), time.time()
     if beat is None or now - beat.at > SILENT_AFTER or (beat.phase == ENDED and not over):

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a driver, at an HTTP endpoint that the environment can switch on.
+"""Prometheus metrics of a driver, at an HTTP endpoint that RAYBATCH_METRICS_PORT switches on.
 
 The endpoint belongs to the process and serves all its runs, each with its own labels. It lives
 until the process ends. After a complete run the process waits for one more scrape, so that the last
@@ -146,7 +146,8 @@ class Endpoint:
     def _noting_answers(self, app: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the WSGI application to mark each completed run that a response has shown.
 
-        A run is marked only after the response was sent, because the process may end once it is.
+        The runs are marked after the response was sent, because the process may end as soon as they
+        are marked.
         """
 
         def wrapped(environ: Any, start_response: Any) -> Iterator[bytes]:

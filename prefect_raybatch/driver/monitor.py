@@ -52,9 +52,10 @@ LATE_PHASE_SECONDS = (
 class EngineStates(Protocol):
     """The methods of a pipeline that report on its engines; all may raise or hang.
 
-    `engines` returns {Ray's actor state: number of engines}; `starts`, for each engine, when each
-    phase of its start began; `deaths`, {actor id: (deaths so far, text with process and node)};
-    `server_wait`, why the run waits for a hosted model's server, "" if it does not.
+    - `engines` returns {Ray's actor state: number of engines}.
+    - `starts` returns, for each engine, when each phase of its start began.
+    - `deaths` returns {actor id: (deaths so far, text with process and node)}.
+    - `server_wait` returns why the run waits for a hosted model's server, "" if it does not.
     """
 
     def engines(self) -> Mapping[str, int]: ...
@@ -66,12 +67,14 @@ class EngineStates(Protocol):
 class Monitor:
     """Watches one attempt from threads of its own: heartbeats, stalls, dead engines, and costs.
 
-    The driver calls it after each commit, and it then calls `observe` with the same progress. It
-    regularly calls the methods of an `EngineStates`, set by `watch`. `on_started` is called once,
-    after this attempt's first commit, with the phases of the start. `meter` counts the costs. Use
-    the monitor as a context manager around the work. It ends nothing itself: the caller must end
-    the run once `failure` (the error of a stall, with `limits.fail_on_stall`) or `spent` (the error
-    of a reached cost limit) is set.
+    Use the monitor as a context manager around the work. The driver calls it after each commit; the
+    monitor then calls `observe` with the same progress. It regularly calls the methods of the
+    `EngineStates` that were passed to `watch`. `on_started` is called once, after this attempt's
+    first commit, with the phases of the start. `meter` counts the costs.
+
+    The monitor does not end the run. The caller must end it once `failure` or `spent` is set.
+    `failure` is the error of a stall, with `limits.fail_on_stall`. `spent` is the error of a
+    reached cost limit.
     """
 
     def __init__(
@@ -172,9 +175,9 @@ class Monitor:
                 self._dead = self._ask_deaths()
 
     def note_start(self) -> None:
-        """Call `on_started`, once, with the phases of the first start that led to a commit.
+        """Call `on_started`, once, with the phases of the start before the attempt's first commit.
 
-        Does nothing before the first commit. Call it while Ray can still be queried.
+        Does nothing before that commit. Call it while Ray can still be queried.
         """
         if self.noted or self.starting.ended is None:
             return

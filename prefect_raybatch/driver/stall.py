@@ -117,8 +117,9 @@ def interruptible(
     """Wrap a pass so that errors returned by `failure()` and `halted()` end it.
 
     `failure()` is called while the pass waits for a receipt, `halted()` also between receipts. Ray
-    cannot be interrupted from outside, so the pass runs in a separate thread. If it is abandoned,
-    `stop` is called and must make the pass end; a thread that still does not end is left running.
+    cannot be interrupted from outside, so the pass runs in a separate thread. If the pass is
+    abandoned, `stop` is called and must make it end. A thread that still does not end is left
+    running.
     """
 
     def passing(units: Sequence[Unit], isolated: bool) -> Iterator[Receipt]:

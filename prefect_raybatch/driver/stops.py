@@ -1,8 +1,8 @@
 """Why an attempt stopped over its error budget: how many rows had failed, and a sample of them.
 
 The shard that crossed the limit is not committed, so its failed rows are in no commit. They are
-recorded at the end of the attempt instead, only to inform people. `failed_sample` adds failed rows
-of committed shards.
+recorded at the end of the attempt instead. That record only informs people. `failed_sample` returns
+rows from it, and failed rows of committed shards.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Sample:
 class Stop:
     """How an attempt crossed its error budget.
 
-    Of the `rows` planned, `failed` had failed, and the limit allows `allowed`. `held_back` of the
-    failed rows belong to `shard`, which was not committed; `sample` holds some of these. `tried`
-    counts the rows that had been tried; None if unknown.
+    `rows` rows were planned, and `failed` of them had failed; the limit is `allowed`. `held_back`
+    is the number of failed rows in `shard`, which was not committed; `sample` holds some of these.
+    `tried` counts the rows that had been tried; None if unknown.
     """
 
     failed: int
@@ -85,13 +85,19 @@ class Stop:
         return text
 
     def share(self) -> str:
-        """Return e.g. `3 of 40 rows tried failed`; of the planned rows if `tried` is None."""
+        """Return e.g. `3 of 40 rows tried failed`.
+
+        If `tried` is None, return the share of the planned rows, e.g. `3 of 100 rows failed`.
+        """
         if self.tried is None:
             return f"{self.failed:,} of {counted(self.rows, 'row')} failed"
         return f"{self.failed:,} of {counted(self.tried, 'row')} tried failed"
 
     def rest(self) -> str:
-        """Return e.g. `; 60 were not tried`, to end a sentence with; "" if none or unknown."""
+        """Return e.g. `; 60 were not tried`, to append to a sentence.
+
+        Returns "" if all rows were tried, or if `tried` is None.
+        """
         left = 0 if self.tried is None else self.rows - self.tried
         return f"; {left:,} {'was' if left == 1 else 'were'} not tried" if left > 0 else ""
 
@@ -145,11 +151,11 @@ def _short(text: str, most: int) -> str:
 def failed_sample(
     uri: str, options: StoreOptions | None, most: int, stop: Stop | None
 ) -> list[Sample]:
-    """Return up to `most` failed rows of a run whose latest attempt ended with `stop`.
+    """Return up to `most` failed rows of a run, sorted by row number.
 
-    They are sorted by row number, and come from the shard that crossed the error budget and from
-    committed shards. Unreadable rows, or an unreadable run, are only logged, because the sample is
-    for display.
+    They come from committed shards. If `stop` is given, they also come from the shard that crossed
+    the error budget in the run's latest attempt. Unreadable rows, or an unreadable run, are only
+    logged, because the sample is for display.
     """
     try:
         return _sample(Ledger(open_store(uri, options)), most, stop)

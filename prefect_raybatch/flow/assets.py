@@ -28,10 +28,10 @@ VARIES = re.compile(r"\{run_|[*?\[]")  # where a URI begins to differ from run t
 def asset_key(output: str, job: str) -> str:
     """Return the asset key of a job's results, which is the same for every run.
 
-    It consists of the output URI, up to the first folder whose name contains {run_date} or
-    {run_key}, and the job's name. A local folder becomes a file:// URI. `_` replaces characters
-    that Prefect does not allow. A key that is too long loses its beginning. If characters were
-    replaced or removed, a hash is appended, so that no two outputs share a key.
+    The key is the output URI followed by the job's name. The URI ends before the first folder whose
+    name contains {run_date} or {run_key}. A local folder becomes a file:// URI. `_` replaces
+    characters that Prefect does not allow. A key that is too long loses its beginning. If
+    characters were replaced or removed, a hash is appended, so that no two outputs share a key.
     """
     return _key(f"{_fixed(output)}/{job}/")
 
@@ -49,7 +49,10 @@ def source_keys(source: Source) -> list[str]:
 
 
 def _named(uri: str) -> str:
-    """Return a URI up to its first wildcard or placeholder, without user, password and query."""
+    """Return the part of a URI that never varies (see `_fixed`).
+
+    User, password and query are removed.
+    """
     scheme, mark, rest = _fixed(uri).partition("://")
     if not mark:
         return _fixed(uri)
@@ -73,7 +76,11 @@ def _result_of(uri: str, options: dict[str, Any]) -> str | None:
 
 
 def _fixed(uri: str) -> str:
-    """Return a URI up to its first folder or file name with a wildcard, {run_date} or {run_key}."""
+    """Return the part of a URI before its first folder or file name that varies.
+
+    A name varies if it contains a wildcard, {run_date} or {run_key}. If no name varies, return the
+    whole URI. A slash at the end is removed.
+    """
     found = VARIES.search(uri)
     if found is None:
         return uri.rstrip("/")
@@ -112,8 +119,9 @@ def materialize_result(report: RunReport, name: str, output: str, source: Source
     """Record the result as an asset with row count and location, and its inputs as upstream assets.
 
     `name` is the job's name. `output` is its output URI as written in the job, with {run_date} and
-    {run_key} if it has them. `source` is the job's source with its credentials. Returns whether the
-    result was recorded: an error is only logged, because the result exists in any case.
+    {run_key} if it has them. `source` is the job's source with its credentials. Returns False if
+    the result could not be recorded; the error is only logged, because the result exists in any
+    case.
     """
     try:
         key = asset_key(output, name)

@@ -23,9 +23,9 @@ class ApiWatch:
     """Detects outages of Prefect's API from the calls that one thread makes to it.
 
     The thread makes each call in a `with watch.within():` block. `look` must be called regularly
-    from another thread, because Prefect's client retries for a minute before a call raises. Pass
-    `since`, a time on `clock`, to continue an outage that began then and was seen by an earlier
-    watch.
+    from another thread, because Prefect's client retries for a minute before a call raises. To
+    continue an outage that an earlier watch has detected, pass its start as `since`, a time on
+    `clock`.
     """
 
     def __init__(self, clock: Callable[[], float], since: float | None = None):
@@ -101,8 +101,8 @@ _UNANSWERED: dict[str, ApiWatch] = {}  # by flow run id: watch of an outage that
 def watched(clock: Callable[[], float] = time.monotonic) -> Iterator[ApiWatch]:
     """Yield a watch that reports outages of Prefect's API during a task of a flow run.
 
-    If the previous task of the flow run ended during an outage, this watch takes that outage over
-    and counts it from its start, so that its end and whole length are reported.
+    If the previous task of the flow run ended during an outage, this watch takes over that outage
+    and its start. So the whole length is reported once the outage ends.
     """
     run = flow_run.get_id() or ""
     watch = _UNANSWERED.pop(run, None) or ApiWatch(clock)

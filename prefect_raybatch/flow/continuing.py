@@ -106,7 +106,8 @@ def _started(client: SyncPrefectClient, run: FlowRun) -> FlowStart:
 def root_run() -> UUID | None:
     """Return the id of the outermost flow run; None outside a flow run.
 
-    It stays the same when that flow run is retried, so the run key derived from it does, too.
+    The id stays the same when that flow run is retried. So the run key derived from it stays the
+    same, too.
     """
     with suppress(Exception):
         return UUID(str(flow_run.get_root_flow_run_id()))
@@ -116,9 +117,10 @@ def root_run() -> UUID | None:
 def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> str:
     """Return the command that continues the run; `run_key` is None if not known yet.
 
-    `changes` maps dotted names of job fields to new values. A flow run of a deployment is retried
-    with the job it had. With `changes` or `new_run`, the command starts a new flow run instead,
-    with the job that the deployment has by then.
+    `changes` maps dotted names of job fields to new values. For a flow run of a deployment, the
+    command retries that flow run, with its original job. With `changes` or `new_run`, the command
+    starts a new flow run of the deployment instead, if `FlowStart.is_repeatable`. A new flow run
+    uses the job that the deployment has when it starts.
     """
     if words := typed_words(run_key, changes):
         return shlex.join(words)
@@ -184,8 +186,8 @@ def _is_same(value: Any, other: Any) -> bool:
 def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
     """Return a flow run's parameters with secrets masked.
 
-    `job` is the job to which the parameter `overrides` applies. If it is invalid, all texts are
-    masked unless they are known to be public.
+    `job` is the job to which the parameter `overrides` applies. If a job is invalid, all its texts
+    are masked unless they are known to be public.
     """
     shown = dict(parameters)
     if "job" in shown:
@@ -204,7 +206,10 @@ def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _numbers_alone(value: Any) -> Any:
-    """Return a value with all texts masked that are not known to be public; other values stay."""
+    """Mask all texts in a value, except those that are known to be public.
+
+    Numbers and booleans stay as they are.
+    """
     if isinstance(value, Mapping):
         return {name: _numbers_alone(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -77,12 +77,18 @@ class RunEvents:
 
 
 class LiveEvents:
-    """Turns heartbeats into Prefect events.
+    """Turns heartbeats into Prefect events. Call `started` first.
 
-    Reports commits (several in one event), stalls, more than `reported` failed rows, a run that
-    will take longer than `deadline` seconds, one whose cost is near `max_cost` or will exceed it,
-    and one that takes at least twice the `usual` seconds of the job's runs. `run` is the run
-    directory. Each kind except commits and stalls is reported once. Call `started` first.
+    These events are sent:
+
+    - commits, several in one event,
+    - each stall,
+    - more than `reported` failed rows,
+    - a run that will probably take longer than its `deadline`, in seconds,
+    - a cost that is near `max_cost` or will probably exceed it,
+    - a run that takes at least twice `usual`, the usual seconds of the job's runs.
+
+    All but commits and stalls are sent only once. `run` is the run directory.
     """
 
     usual: float | None = None

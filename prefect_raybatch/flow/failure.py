@@ -134,12 +134,17 @@ def explained(
 ) -> Iterator[None]:
     """Explain an exception of the `with` block in Prefect, then raise it again.
 
-    The explanation is logged, shown as an artifact and, for a `RayBatchError`, appended to the
-    message. These are raised without it: `RunDrained`, an exception after which Prefect retries the
-    task (at most `retries` times), one that an inner block has explained, and all outside of
-    Prefect. `task` is the task's name, `name` the job's. `run_key` and the run directory `run` are
-    None if not known yet. `sample` returns examples of failed rows. `stop` returns the numbers of
-    failed and tried rows; it is called if the error budget ended the run. `limits` are the job's.
+    The explanation is logged and shown as an artifact. For a `RayBatchError`, it is also appended
+    to the message. These exceptions are raised without an explanation:
+
+    - `RunDrained`,
+    - an exception after which Prefect retries the task (at most `retries` times),
+    - an exception that an inner block has explained,
+    - any exception outside of Prefect.
+
+    `task` is the task's name, `name` the job's. `run_key` and the run directory `run` are None if
+    not known yet. `sample` returns examples of failed rows. `stop` returns the numbers of failed
+    and tried rows; it is called if the error budget ended the run. `limits` are the job's.
     """
     try:
         yield
@@ -233,9 +238,9 @@ def command_for(
 def raised_limits(limits: Limits, stop: Stop | None) -> dict[str, float]:
     """Return {job field: value} with higher limits on failed rows, which should let the run pass.
 
-    They are at least twice the present `limits`, and at least 1.5 times what the failed share of
-    the tried rows predicts for the whole run. Returns {} if over 90 % of the tried rows failed,
-    because no limit helps then.
+    A new limit is at least twice the present one. It is also at least 1.5 times the failures to
+    expect in the whole run, if as many rows fail as among those tried so far. Returns {} if over 90
+    % of the tried rows failed, because no limit helps then.
     """
     share = stop.failed / stop.tried if stop is not None and stop.tried else 0.0
     if share > HOPELESS:
@@ -288,7 +293,8 @@ def log_crash(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
 def crash_text(message: str, run: UUID, is_complete: bool) -> str:
     """Return why the flow run `run` crashed, and how to continue it.
 
-    `message` is that of its state. With `is_complete`, the result exists and nothing is left to do.
+    `message` is the message of the flow run's Crashed state. With `is_complete`, the result exists
+    and nothing is left to do.
     """
     cause = LEASE_CRASH if message.startswith(CANCELLED_BY_PREFECT) else f"Crashed: {message}"
     if is_complete:

@@ -251,10 +251,10 @@ in_form_order(batch_inference, last="job")
 def _filled(
     job: BatchJob, key: str, scheduled_for: datetime | None, run_date: date | None
 ) -> BatchJob:
-    """Return the job with {run_date} and {run_key} filled in, or unchanged.
+    """Return the job with {run_date} and {run_key} filled in.
 
-    Unchanged if both values follow from the run key: then the tasks fill them in, and Prefect sees
-    the same output URI for all runs of the job.
+    If both values follow from the run key, return the job unchanged instead. The tasks then fill
+    them in, and Prefect sees the same output URI for all runs of the job.
     """
     if not job_placeholders(job):
         return job
@@ -336,10 +336,10 @@ def call_flow(flow: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 def _finalize_and_publish(
     job: BatchJob, run: Run, progress: Progress, notes: FlowNotes
 ) -> RunReport:
-    """Finalize the run and publish it to all targets of the job; return its report.
+    """Finalize the run, publish it to all targets of the job, and return the report.
 
-    The returned object is a Completed state, from which Prefect takes the report for the flow's
-    callers. Its message is the verdict on the run, or says that the run was complete before.
+    The report is returned inside a Completed state; Prefect hands the flow's callers the report
+    itself. The state's message is the verdict on the run, or says that the run was complete before.
     """
     report = finalize_run(job, run, progress)
     if job.output.publish:

@@ -61,10 +61,10 @@ def _is_scheduled(run: FlowRun) -> bool:
 
 @cache
 def _root_is_scheduled(run_id: str | None) -> bool:
-    """Return whether the root flow run has a deployment or a work queue.
+    """Return whether the outermost flow run has a deployment or a work queue.
 
-    `run_id`, the current flow run, only serves as the cache key: Prefect is asked once for each
-    flow run, although each check of a job calls this.
+    `run_id` is the id of the current flow run. It is only the cache key: Prefect is asked once for
+    each flow run, although each check of a job calls this function.
     """
     with get_client(sync_client=True) as client:
         return _is_scheduled(client.read_flow_run(UUID(flow_run.get_root_flow_run_id())))

@@ -85,7 +85,7 @@ class Page(Listener):
     Works in its own thread, so that a slow or unreachable API never delays the run. `observers`
     receive the same updates immediately. `sizes` are the numbers that the job itself sets, such as
     max_num_seqs and rows_per_shard. `written` is the job's output URI before {run_date} is filled
-    in, from which earlier runs are found; None if that is `output.uri`.
+    in; earlier runs are looked for there. By default, it is `output.uri`.
     """
 
     def __init__(

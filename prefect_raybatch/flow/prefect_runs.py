@@ -116,9 +116,10 @@ def with_prefect_runs(
 ) -> HistoryPage:
     """Return a history plus the incomplete runs that only Prefect has records of.
 
-    Keeps the newest `most` runs. A run already on the page gets Prefect's duration if it is longer,
-    and Prefect's state and reason if it recorded neither result nor failure. `output` is the output
-    URI as written in the job; flow runs of other jobs and outputs are ignored.
+    Keeps the newest `most` runs. A run that is already on the `page` gets Prefect's duration if
+    that is longer. If such a run has recorded neither a result nor a failure, it also gets
+    Prefect's state and reason. `output` is the output URI as written in the job; flow runs of other
+    jobs and outputs are ignored.
     """
     lines = {line.run_key: line for line in page.runs}
     for prefect_run in prefect_runs:

@@ -66,9 +66,10 @@ OPEN = [
 
 
 def owner(retries: int = 0) -> Owner:
-    """Return the current flow run as `Owner` of a Ray job; outside of Prefect, it has no id.
+    """Return the current flow run as `Owner` of a Ray job.
 
-    `retries` is how often Prefect retries the task that follows the job.
+    Outside of Prefect, the `Owner` has no id. `retries` is how often Prefect retries the task that
+    follows the job.
     """
     current, api = flow_run.get_id(), prefect_api() or ""
     if current is None:
@@ -105,7 +106,7 @@ class Action:
 
     `what` is stopped, crashed, restarted, deleted or kept. `job` is the id of a Ray job, the name
     of a RayCluster or, from `restart_crashed`, the name of a flow run. `flow_run` is the id of the
-    flow run to which that belongs, None if there is none.
+    flow run concerned, None if there is none.
     """
 
     what: str
@@ -119,17 +120,21 @@ def reconcile_jobs(
 ) -> list[Action]:
     """Reconcile the Ray jobs at `job_server` with the flow runs of this Prefect API.
 
-    Stops jobs whose flow run has ended and which no other flow run follows. Marks a flow run
-    Crashed if it is still Running, has followed its job for over `grace` seconds, and that job is
-    unknown to the server or ended without success over `grace` seconds ago. Before it marks one, it
-    waits `settle` seconds, in which a live flow run submits a job again that its head has lost, and
-    checks again. `job_server` is a URL, or the name of a saved RayCluster block (ray-cluster/NAME),
-    whose credentials are then used.
+    A job is stopped if its flow run has ended and no other flow run follows it. A flow run is
+    marked Crashed if all of this is true:
 
-    If `job_server` is kubernetes/NAMESPACE, or a block with `kubernetes`, the clusters that runs
-    have created there are checked instead. A cluster is deleted if its lease has expired, because
-    no live flow renews it. With `dry_run`, nothing is changed. Raises `JobServerUnavailable`,
-    `ClusterUnavailable` or `ConfigError`.
+    - It is still Running, and has followed its job for over `grace` seconds.
+    - The server does not know that job, or the job ended without success over `grace` seconds ago.
+    - Both are still true `settle` seconds later. In that time, a live flow run submits its job
+      again if the head has lost it.
+
+    `job_server` is a URL, or the name of a saved RayCluster block (ray-cluster/NAME), whose
+    credentials are then used. If it is kubernetes/NAMESPACE, or a block with `kubernetes`, the
+    clusters that runs have created there are checked instead. A cluster is deleted if its lease has
+    expired, because no live flow renews it.
+
+    With `dry_run`, nothing is changed, and the returned actions are proposals. Raises
+    `JobServerUnavailable`, `ClusterUnavailable` or `ConfigError`.
     """
     access = _access(job_server)
     if access.kubernetes is not None:
@@ -235,10 +240,10 @@ def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def _is_continued(client: SyncPrefectClient, crashed: FlowRun) -> bool:
-    """Return whether a flow run of the same name is active, or completed since this one started.
+    """Return whether a flow run named like `crashed` is active, or completed after its start.
 
-    One that completed before does not count: it may be an earlier retry of the same run. The time
-    of the crash would be too late, because it may be noticed hours afterwards.
+    A flow run that completed before `crashed` started does not count: it may be an earlier retry of
+    the same run. The start is compared, not the crash, because a crash may be noticed hours later.
     """
     started = crashed.start_time.timestamp() if crashed.start_time is not None else 0.0
     ours = client.read_flow_runs(
@@ -289,7 +294,8 @@ def _stop_orphans(
 def _has_ended(client: SyncPrefectClient, ray_job: RayJob) -> tuple[bool, str]:
     """Return (whether the flow run that submitted the job has ended for good, reason as text).
 
-    False if that is unknown, or if a retry of a crashed flow run is to follow the job.
+    The first value is False if Prefect does not know the flow run. It is also False if the flow run
+    crashed and a retry will follow the job.
     """
     submitter = ray_job.metadata.get("raybatch_flow_run")
     if not submitter:

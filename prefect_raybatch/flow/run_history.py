@@ -110,8 +110,8 @@ def show_history(
     """Show, as artifacts, the history of the job `name` whose run `run_key` has just ended.
 
     `output` has the credentials. `uri` is the output URI as written in the job; None if that is
-    `output.uri`. Returns the history and the run's line in it; None if the run is not completed, or
-    after an error, which is only logged.
+    `output.uri`. Returns (history, the run's line in it). Returns None if the run is not completed,
+    or after an error, which is only logged.
     """
     try:
         written = uri or output.uri
@@ -164,8 +164,9 @@ def send_history_events(
 def _send_fallen(events: CompletionEvents, line: HistoryLine, share: str) -> None:
     """Send one event if `share` (ACCURACY or AGREEMENT) fell below that of the job's first runs.
 
-    The event names each measurement that fell: golden rows, the judge, the larger model. It is sent
-    again if their e-values (the evidence of a fall, see `quality/alarm.py`) have changed.
+    The share is measured in several ways: by golden rows, by the judge, by the larger model. The
+    event names each measurement that fell, with its e-value, which is the evidence of the fall (see
+    `quality/alarm.py`). The event is sent again if an e-value has changed.
     """
     found = [(way, series) for way, series in line.series.items() if series.measure == share]
     fallen = {way: series for way, series in found if series.rings}

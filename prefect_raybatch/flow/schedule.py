@@ -48,8 +48,8 @@ def _zone() -> tzinfo:
 def zone_of(run: FlowRun, deployment: DeploymentResponse) -> tzinfo:
     """Return the time zone of the schedule that created the flow run.
 
-    For a flow run that no schedule created, the zone in which all schedules of its deployment
-    agree, else UTC.
+    If no schedule created it, return the zone that all schedules of its deployment have. If there
+    are none, or their zones differ, return UTC.
     """
     zones = {item.id: getattr(item.schedule, "timezone", None) for item in deployment.schedules}
     creator = run.created_by.id if run.created_by is not None else None

@@ -79,7 +79,7 @@ _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Pass the progress of flow runs that are started in the `with` block also to `observer`.
+    """Let `observer` also receive the progress of flow runs that start in the `with` block.
 
     An observer cannot be a parameter of a flow, because Prefect stores the parameters.
     """
@@ -91,7 +91,10 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def retry_transient(task: Any, task_run: Any, state: Any) -> bool:
-    """Return whether Prefect retries the task: always, unless its error is not transient."""
+    """Return whether Prefect retries the task: only if its error is transient.
+
+    Also returns True if the state holds no error.
+    """
     error = None
     with suppress(Exception):  # a state without a result: retry
         error = state.result(raise_on_failure=False)
@@ -238,7 +241,10 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
 
 
 def _send_completed(events: CompletionEvents, report: RunReport) -> None:
-    """Send the event that a run is completed, once for each set of targets it is published to."""
+    """Send the event that a run is completed.
+
+    It is sent once for each set of targets: after publishing to one more target, it is sent again.
+    """
     published = [publication.target for publication in report.published]
     events.send(
         "run.completed",
@@ -303,7 +309,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
 
 @contextmanager
 def _loaded_for(task_name: str, job: BatchJob, run: Run) -> Iterator[tuple[BatchJob, BatchJob]]:
-    """Yield (the job with its placeholders filled in, the same job with its blocks loaded).
+    """Yield the job twice: with its placeholders filled in, then with its blocks loaded as well.
 
     First checks that the policy allows the run's directory and the job. Explains an error of the
     `with` block, with examples of failed rows, and then shows the run history.

@@ -23,9 +23,9 @@ def prefect_text(text: str) -> str:
 
 
 def prefect_text_in(value: Any) -> Any:
-    """Return `value` with what Prefect cannot store or show escaped in all its strings.
+    """Return `value` with `prefect_text` applied to all its strings.
 
-    `prefect_text` is applied to each string, also to those in lists, tuples and mappings.
+    Strings in lists, tuples and mappings are included.
     """
     return change_texts(value, prefect_text)
 

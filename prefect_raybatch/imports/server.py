@@ -78,10 +78,11 @@ def main(listener: int, alive: int) -> None:
 def _import_engine(stop: Callable[[], bool]) -> None:
     """Import the modules that an engine's processes need, except Ray.
 
-    Imports those that vLLM's front end and core share, then those of each, until `stop()` is true;
-    the rest is left to each fork. A fork must import Ray itself, because Ray reads at import from
-    the environment which job the process belongs to. One of vLLM's modules tries to import Ray for
-    engines on several nodes; no such engine is started from here.
+    Imports the modules that vLLM's front end and core share, then those of each. Stops as soon as
+    `stop()` is true; each fork then imports the remaining ones itself. A fork must import Ray
+    itself, because Ray reads at import from the environment which job the process belongs to. One
+    of vLLM's modules tries to import Ray for engines on several nodes; no such engine is started
+    from here.
     """
     sys.modules["ray"] = cast(ModuleType, None)  # so it is not found
     try:
@@ -130,10 +131,10 @@ def _may_fork() -> bool:
 def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> WorkerCall | None:
     """Fork the worker that the launcher at `caller` requests.
 
-    Returns the request in the fork, and None in this process. Does not fork if the worker would
-    load other modules or libraries, because its values of the variables `LOADED_BY` differ from
-    this process's values, `loaded_by`. The fork keeps the descriptors that imports have opened:
-    NVML fails in a fork whose /dev/nvidia* descriptors are closed.
+    Returns the request in the fork, and None in this process. Forks only if the worker's values of
+    the variables `LOADED_BY` equal this process's values, `loaded_by`. Otherwise the worker would
+    load other modules or libraries. The fork keeps the descriptors that imports have opened: NVML
+    fails in a fork whose /dev/nvidia* descriptors are closed.
     """
     call = receive(caller)
     if call is None:
@@ -152,8 +153,9 @@ def _forked_for(caller: socket.socket, loaded_by: Sequence[str | None]) -> Worke
 def _become(call: WorkerCall, caller: socket.socket, apart: bool) -> NoReturn:
     """Turn this process, a fork, into the worker: reply to `caller`, then run the call's program.
 
-    `apart`: vLLM's core is to run in a separate process. This process exits when the program ends,
-    and runs its exit handlers. If it ends before the reply, the launcher starts a worker itself.
+    `apart` says whether vLLM's core will run in a separate process. This process exits when the
+    program ends, and runs its exit handlers. If it ends before the reply, the launcher starts a
+    worker itself.
     """
     try:
         _take_over(call)

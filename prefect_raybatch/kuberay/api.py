@@ -54,9 +54,9 @@ class Conflict(Exception):
 class KubeApi:
     """Reads and changes the RayClusters of one namespace, and reads their pods and events.
 
-    Methods retry for up to `patience` seconds while the API server is unavailable, which is logged
-    once, then raise `ClusterUnavailable`. They raise `ConfigError` for what a user must fix and
-    `InsufficientResources` for an exceeded quota.
+    While the API server is unavailable, methods retry for up to `patience` seconds and then raise
+    `ClusterUnavailable`. A warning is logged at the first retry only. Methods raise `ConfigError`
+    for a problem that a user must fix, and `InsufficientResources` for an exceeded quota.
     """
 
     def __init__(
@@ -348,9 +348,10 @@ def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
 
 
 def _load_kubeconfig(context: str | None, settings: Any) -> str | None:
-    """Copy server and credentials of a context to `settings`; return its namespace, None without.
+    """Copy server and credentials of a kubeconfig's context to `settings`; return its namespace.
 
-    `context` None is the kubeconfig's current context.
+    If `context` is None, use the kubeconfig's current context. Returns None if the context names no
+    namespace. Raises `ConfigError` if the kubeconfig cannot be read.
     """
     from kubernetes.config import KUBE_CONFIG_DEFAULT_LOCATION, load_kube_config
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger

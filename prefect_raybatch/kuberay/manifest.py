@@ -101,8 +101,9 @@ def spec_hash(spec: JsonMapping) -> str:
 def differences(wanted: object, there: object, where: str = "spec") -> Iterator[str]:
     """Yield a text for each field in which the existing object `there` differs from `wanted`.
 
-    Additional fields of the existing object are ignored, because Kubernetes adds defaults. `where`
-    is the dotted path of both objects, with which each text begins.
+    Additional fields of the existing object are ignored, because Kubernetes adds defaults. Each
+    text begins with the dotted path of its field. `where` is the path of the two objects
+    themselves.
     """
     if isinstance(wanted, Mapping) and isinstance(there, Mapping):
         for name, inner in wanted.items():

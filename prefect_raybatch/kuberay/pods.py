@@ -20,9 +20,9 @@ CRASHES = 3  # restarts of a head before giving up
 class PodsState:
     """The state of a cluster's pods.
 
-    `head`: the head is ready. Of `wanted` workers, `workers` are ready. `fatal` is a fault that
-    waiting does not fix, `trouble` one that waiting may fix, such as a missing node that an
-    autoscaler may add; "" for none.
+    `head` says whether the head is ready. `workers` counts the ready workers; there should be
+    `wanted`. `fatal` describes a fault that waiting does not fix. `trouble` describes a fault that
+    waiting may fix, such as a missing node that an autoscaler may add. Each is "" if there is none.
     """
 
     head: bool
@@ -72,7 +72,10 @@ def _status(pod: JsonMapping) -> JsonMapping:
 
 
 def _containers(pod: JsonMapping) -> Iterator[tuple[JsonMapping, JsonMapping]]:
-    """Yield each container's status and its `waiting` state, empty if it is not waiting."""
+    """Yield (status, its `waiting` state) of each container of a pod.
+
+    The `waiting` state is {} if the container is not waiting.
+    """
     status = _status(pod)
     for kind in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(kind) or ():

@@ -5,11 +5,12 @@ There is at most one per run, and each is deleted in the end:
 - Its name is derived from the run key: of several flows, one creates it and the others find it. An
   existing cluster is used only if its labels, run directory and spec are this run's.
 - A flow that uses it records itself as the holder, unless the cluster has changed since it was
-  read, and renews the deadline while the flow lives. A later flow replaces it as the holder; a
+  read. The holder renews the deadline while it lives. A later flow replaces it as the holder; a
   former holder neither renews the deadline nor deletes the cluster.
-- The holder deletes the cluster when the holder's work ends, in whatever way, unless the run's Ray
-  job continues without the flow. Then the next flow finds both or, after the deadline,
-  `delete_expired` deletes the cluster, if it has not changed since it was read.
+- The holder deletes the cluster when the holder's work ends, in whatever way. It leaves the cluster
+  only if the run's Ray job continues without the flow. Then the next flow finds both. If there is
+  none until the deadline, `delete_expired` deletes the cluster, unless the cluster has changed
+  since it was read.
 """
 
 from __future__ import annotations
@@ -199,8 +200,8 @@ class RunCluster:
     def wait_ready(self) -> None:
         """Wait until the head and all workers are ready.
 
-        Raises `ClusterNotReady` for a fault that waiting does not fix, and after
-        cluster.kubernetes.ready_within, with what it waited for.
+        Raises `ClusterNotReady` if the cluster is deleted, if it has a fault that waiting does not
+        fix, or after cluster.kubernetes.ready_within. The error says what is not ready.
         """
         began = time.monotonic()
         warnings: list[KubeObject] = []
@@ -244,8 +245,8 @@ class RunCluster:
     def renew(self) -> None:
         """Extend the cluster's deadline if this flow is the holder.
 
-        If another flow has become the holder, logs that, and this flow neither renews nor deletes
-        any more.
+        If another flow has become the holder, that is logged. From then on, this flow neither
+        renews the deadline nor deletes the cluster.
         """
         if not self._held:
             return
@@ -336,9 +337,9 @@ class RunCluster:
 class Expired:
     """A run's cluster that `delete_expired` examined, whether expired or not.
 
-    `over`: its lease has expired, and it was deleted (in a dry run, it would be). `why` is the
-    reason for deleting or keeping it. `flow_run` is the Prefect flow run that created it, None if
-    unknown.
+    `over` is True if the cluster's lease has expired and the cluster was deleted. In a dry run, it
+    is True if the cluster would be deleted. `why` is the reason for deleting or keeping it.
+    `flow_run` is the Prefect flow run that created it, None if unknown.
     """
 
     name: str

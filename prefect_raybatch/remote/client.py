@@ -1,9 +1,13 @@
 """A client of Ray's job server with retries, so that a restarting head does not fail a job.
 
-A thin wrapper of `ray.job_submission.JobSubmissionClient`. It adds what Ray's client lacks: a
-timeout for each request; an error for redirects, to whose hosts Ray's client sends its headers; the
-given address, which RAY_ADDRESS overrides in Ray's client; and a distinction between "there is no
-such job" and other failures, for which Ray's client raises the same RuntimeError.
+A thin wrapper of `ray.job_submission.JobSubmissionClient`. It differs from Ray's client in four
+ways:
+
+- Each request has a timeout.
+- A redirect is an error. Ray's client would send its headers to the other host.
+- The given address is used. In Ray's client, RAY_ADDRESS overrides it.
+- A job that does not exist is told apart from other failures. Ray's client raises the same
+  RuntimeError for both.
 """
 
 from __future__ import annotations
@@ -119,9 +123,9 @@ class JobServer:
         self._patiently(once)
 
     def stop(self, id: str, wait: float = 0.0) -> bool:
-        """Ask the job to stop; return whether it has ended, or is unknown to the server.
+        """Ask the job to stop, and wait up to `wait` seconds for its end.
 
-        Waits up to `wait` seconds for its end.
+        Returns True if the job has ended, or if the server does not know it.
         """
         deadline = time.monotonic() + wait
 

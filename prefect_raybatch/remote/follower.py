@@ -79,10 +79,10 @@ REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 class Owner:
     """The flow run on whose behalf a job is followed. The defaults apply outside Prefect.
 
-    `id` is the flow run's. `attached(submission id, server)` is called when a job is found or
-    submitted. `cancelled()`, called after a signal, returns whether a user cancelled the flow run.
-    `retried()`, called after a transient error, returns whether Prefect will retry. `api` is the
-    URL of Prefect's API, empty if there is none.
+    `id` is the id of the flow run. `attached(submission id, server)` is called when a job is found
+    or submitted. `cancelled()`, called after a signal, returns whether a user cancelled the flow
+    run. `retried()`, called after a transient error, returns whether Prefect will retry. `api` is
+    the URL of Prefect's API, empty if there is none.
     """
 
     id: str | None = None
@@ -245,9 +245,11 @@ class Follower:
     def _is_replaced(self, record: Record) -> bool:
         """Return whether to replace the recorded job, which the server does not know, by a new one.
 
-        If not, the job is submitted again with the same number. Return True if that job has
-        recorded an outcome, because a second job with its number would seem to have ended. Return
-        True, with a warning, if the recorded job differs from this flow's submission.
+        If not, the recorded job is submitted again with the same number. It is replaced in two
+        cases:
+
+        - It has recorded an outcome. A second job with the same number would seem to have ended.
+        - It differs from this flow's submission. This is logged as a warning.
         """
         if record.digest == self.digest:
             return self.records.outcome(record.number) is not None
@@ -291,8 +293,8 @@ class Follower:
         """Set the progress's engine deaths and passes to the ended job's, then raise its error.
 
         Raises nothing if the run is complete or a newer job is recorded. Otherwise raises
-        `JobStopped` if the job was stopped, the error that it recorded or only printed, or
-        `JobLost` if there is none.
+        `JobStopped` if the job was stopped. If not, raises the error that the job recorded, or else
+        the one that it printed. If there is neither, raises `JobLost`.
         """
         outcome = self.records.outcome(record.number)
         if outcome is not None:
@@ -494,9 +496,9 @@ def error_of(outcome: Outcome) -> Exception:
 def printed_outcome(message: str) -> Outcome | None:
     """Return the error of this package in the last line that the job's process logged.
 
-    `message` is the server's, with the end of the job's log. A job records no outcome if the node's
-    policy refuses the run directory or its records cannot be read. None if the last line is no such
-    error.
+    Returns None if that line is no such error. `message` is the server's message about the job,
+    which contains the end of the job's log. The log is needed if a job could record no outcome,
+    because the node's policy refuses the run directory or its records cannot be read.
     """
     logged = list(parse(message.splitlines()))
     level, line = logged[-1] if logged else (logging.NOTSET, "")

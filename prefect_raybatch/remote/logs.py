@@ -54,9 +54,9 @@ def parse(lines: list[str]) -> Iterator[tuple[int, str]]:
 class LogFeed:
     """Reads a growing log with `read()`; passes new marked lines to `emit(level, message)`.
 
-    Within a minute, a line that repeats an earlier one except for numbers is left out, and so are
-    lines below ERROR after LINES_A_MINUTE of them. The number of lines left out is reported.
-    Reading stops once the log is longer than MOST_LOG_BYTES.
+    A line is left out if it repeats an earlier line of the same minute, apart from numbers. Of the
+    lines below ERROR, only LINES_A_MINUTE are passed on in a minute. The number of lines left out
+    is reported. Reading stops once the log is longer than MOST_LOG_BYTES.
     """
 
     def __init__(

@@ -70,13 +70,15 @@ def _on_cluster(
 ) -> Progress:
     """Follow the run's job on the cluster, then end the cluster or leave it to its lease.
 
-    After success, the cluster stays for the job's keep time, or longer if
-    `submission.has_successor` is set (see `RunCluster.end`). After a transient error, it is left to
-    its lease if the Ray job may continue or Prefect will retry; after a `ConfigError`, such as an
-    expired certificate, if the Ray job may continue. After any other error, it is deleted, or stays
-    for the keep time if there was a Ray job. When this process is interrupted,
-    the cluster is left to its lease if the Ray job may continue, `stop_on_crash` is not set, and
-    the flow run was not cancelled; else it is deleted.
+    - After success, the cluster stays for the job's keep time, or longer if
+      `submission.has_successor` is set (see `RunCluster.end`).
+    - After a transient error, it is left to its lease if the Ray job may continue or Prefect will
+      retry.
+    - After a `ConfigError`, such as an expired certificate, it is left to its lease if the Ray job
+      may continue.
+    - After any other error, it stays for the keep time if there was a Ray job, and else is deleted.
+    - If this process is interrupted, the cluster is left to its lease if the Ray job may continue,
+      `stop_on_crash` is not set, and the flow run was not cancelled. Otherwise it is deleted.
     """
     stops = submission.stop_on_crash
     with cluster:

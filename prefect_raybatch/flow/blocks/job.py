@@ -102,9 +102,11 @@ class BatchInferenceJob(JobBlock[RunReport]):
     def batch_job(self) -> BatchJob:
         """Return the job that a trigger runs.
 
-        It is the job, or the contents of the job file, with the block's `cluster` in place of its
-        own. Remote inputs and outputs without a credentials block get the name of the saved block
-        `store`. Raises `ConfigError` for a missing or invalid job file, and for an unsaved store.
+        It is the block's `job`, or the contents of its `job_file`. The block's `cluster`, if set,
+        replaces the cluster of that job. If the block has a `store`, remote inputs and outputs
+        without a credentials block get the name of that saved block. Raises `ConfigError` for a
+        missing or invalid job file, for a `store` that is not saved, and for a job that cannot run
+        on `cluster`.
         """
         job = self.job or BatchJob.from_yaml(str(self.job_file))
         if self.cluster is not None:
@@ -178,7 +180,7 @@ class BatchInferenceJob(JobBlock[RunReport]):
 
 
 class BatchInferenceRun(JobRun[RunReport]):
-    """A triggered job: its flow run `flow_run_id` and its run directory `run_key`."""
+    """A triggered job: `flow_run_id` is its flow run, and `run_key` names its run directory."""
 
     def __init__(
         self, job: BatchJob, run_key: str, flow_run_id: UUID, process: subprocess.Popen[bytes]
