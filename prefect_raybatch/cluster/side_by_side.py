@@ -74,7 +74,7 @@ def workers_for(cluster: ClusterSpec, size: int, made: str = "result") -> Iterat
 
     If the number is above 0, the process is in the cluster during the block. Yields 0 if there is
     too little work, or the cluster cannot be joined from here. `made` is a noun for the product of
-    the work, such as "result"; logs contain it, and messages to other users of the cluster.
+    the work, such as "result", for use in messages.
     """
     with CLUSTER_SESSION.visited() as there:
         if there:

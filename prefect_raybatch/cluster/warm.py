@@ -236,7 +236,7 @@ class WarmEngines:
     def end_prewarmed(self, early: PrewarmedHosts, but: int = 0) -> int:
         """End the engines of `early` that no run has leased; return how many were ended.
 
-        At most `but` of them stay.
+        The first `but` of them are not ended.
         """
         with self._lock:
             untaken = [one for one in self._idle if one.is_prewarmed and one.host in early.hosts][
@@ -301,7 +301,7 @@ class WarmEngines:
     def adopt(self) -> bool:
         """Add engines that earlier commands left in this cluster to those that wait here.
 
-        Returns whether there are any.
+        Returns whether any were added. An error is only logged.
         """
         try:
             found = [

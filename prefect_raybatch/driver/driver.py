@@ -435,11 +435,11 @@ class Driver:
         )
 
     def _check_images(self, receipts: Sequence[Receipt], failed: int, rows: int) -> None:
-        """Raise `ImagesUnavailable` if only images that are away now make too many rows fail.
+        """Raise `ImagesUnavailable` if too many rows failed only because images are unavailable.
 
-        `failed` of the run's `rows` have failed, those in `receipts` included. Only images of rows
-        in `receipts` count. Does nothing in a phase that fetches no images, since a retry would not
-        help there.
+        `failed` is the number of failed rows of the run, those in `receipts` included. `rows` is
+        the number of all rows of the run. Only rows in `receipts` are checked for unavailable
+        images. Does nothing in a phase that fetches no images, since a retry would not help there.
         """
         away = 0.0
         for receipt in receipts if self.fetches_images else ():

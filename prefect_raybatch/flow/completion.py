@@ -54,8 +54,8 @@ class CompletionEvents:
         """Send the event `name`, unless a confirmed send with this `version` is recorded.
 
         `version` is any text; with a new one the event is sent again. An event that Prefect does
-        not confirm is handed to Prefect's own queue and not recorded, so the same command sends it
-        again, with the same id.
+        not confirm is handed to Prefect's own queue and not recorded. So if the command is
+        repeated, it sends the event again, with the same id.
         """
         if self.is_sent(name, version):
             return

@@ -32,8 +32,9 @@ class ImportProcess:
     def __init__(self, python: str, engine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         """Start the process with the interpreter `python`.
 
-        Its environment variables are `defaults`, overridden by those of this process, overridden by
-        `engine`, the variables of an engine.
+        It gets the environment variables in `defaults`, those of this process, and those in
+        `engine`, which are the variables of an engine. Of a variable's several values, the last in
+        this order counts.
         """
         self.python, self.engine = python, dict(engine)
         with contextlib.ExitStack() as undo:
@@ -86,9 +87,10 @@ def import_process(
     """Fork engine actors that start on this machine from one process that imports vLLM.
 
     Use it in a `with` block; it applies to actors that start in the block. The process begins to
-    import at once. Its environment variables are `defaults`, overridden by those of this process,
-    overridden by `engine`, the variables of the engines. `python` is the interpreter of Ray's
-    workers, by default this process's. No process starts
+    import at once. It gets the environment variables in `defaults`, those of this process, and
+    those in `engine`, which are the variables of the engines. Of a variable's several values, the
+    last in this order counts. `python` is the interpreter of Ray's workers, by default this
+    process's. No process starts
 
     - within another such block,
     - if `engine` is None: no engine starts here,

@@ -118,8 +118,8 @@ class KubeApi:
     def delete(self, existing: JsonMapping, unchanged: bool = False) -> bool:
         """Delete the RayCluster `existing` with its pods; return False if it is gone already.
 
-        Raises `Conflict` if another cluster has its name by now or, with `unchanged`, if it has
-        changed since `existing` was read.
+        Raises `Conflict` if a new cluster has the same name by now. With `unchanged`, also raises
+        it if the cluster has changed since `existing` was read.
         """
         from kubernetes.client import V1DeleteOptions, V1Preconditions
 
@@ -320,9 +320,14 @@ def _status(body: Any) -> KubeObject:
 def _client(kubernetes: Kubernetes) -> tuple[Any, str | None]:
     """Return a Kubernetes client, and the namespace of its configuration (None without one).
 
-    Uses the kubeconfig if the job names a context or KUBECONFIG is set; else, in a pod, the pod's
-    service account; else the kubeconfig in the home directory. Raises `ConfigError` if that is
-    missing or invalid, or if the client is not installed.
+    The configuration is the first of these that applies:
+
+    - the kubeconfig, if the job names a context or KUBECONFIG is set,
+    - in a pod, the pod's service account,
+    - the kubeconfig in the home directory.
+
+    Raises `ConfigError` if the configuration is missing or invalid, or if the client is not
+    installed.
     """
     try:
         from kubernetes import client, config

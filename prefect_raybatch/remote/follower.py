@@ -348,9 +348,9 @@ class Follower:
 class Watch:
     """Progress of a run, counted from its commits, whichever driver writes them.
 
-    `asks` counts the commits of the requests phase or, in a cascade, of the first model's part; it
-    is None for a run without either. `own` counts those of the rows phase, which follows. `observe`
-    is called with the progress of the present phase.
+    `asks` counts the commits of the first of two phases: the requests phase or, in a cascade, the
+    first model's. It is None for a run with one phase. `own` counts the commits of the last phase.
+    `observe` is called with the progress of the present phase.
     """
 
     def __init__(self, ledger: Ledger, plan: Plan, observe: Callable[[Progress], None]):

@@ -32,9 +32,9 @@ def infer_remotely(
     The Ray job runs at the submission's job server or, with Kubernetes, on a cluster created for
     `run`. A judge's run uses the cluster of `cluster_of`, the run that is judged.
 
-    Raises the error of the Ray job; `JobServerUnavailable` or `JobLost`, after which a retry finds
-    the job again; `JobStopped`; `ClusterNotReady`; `ClusterUnavailable` if Kubernetes does not
-    answer; `ConfigError` if Kubernetes rejects a request.
+    Raises the error of the Ray job, or `JobStopped`. After `JobServerUnavailable` or `JobLost`, a
+    retry finds the job again. On Kubernetes, also raises `ClusterNotReady`, `ClusterUnavailable` if
+    Kubernetes does not answer, and `ConfigError` if Kubernetes rejects a request.
     """
     made = submission.access.kubernetes
     if made is None:

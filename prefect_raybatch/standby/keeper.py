@@ -163,7 +163,8 @@ class Keeper:
     def _answer(self, connection: KeeperConnection) -> None:
         """Read the request of a new connection and answer it.
 
-        A command that gets the cluster, or waits for its end, keeps its connection open.
+        The connection stays open if its command gets the cluster, or waits for the end of the
+        cluster.
         """
         request = connection.receive(REQUEST_WAIT) or {}
         kept_open = False

@@ -131,9 +131,9 @@ class RayCluster(FormBlock, CredentialsBlock):
         return self
 
     def apply(self, job: BatchJob) -> BatchJob:
-        """Return the job with this cluster in place of its own.
+        """Return the job with this cluster in place of the one that the job names.
 
-        Raises `ConfigError` if the job cannot run on it.
+        Raises `ConfigError` if the job cannot run on this cluster.
         """
         value = job.to_dict()
         places = {
