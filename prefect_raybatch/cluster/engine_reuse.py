@@ -43,7 +43,7 @@ class EngineShape:
         return cls(each, arguments["max_num_seqs"], arguments["max_num_batched_tokens"])
 
     def asked_in(self, spec: SizeSpec) -> SizeSpec:
-        """Return `spec` with this shape's arguments added, except those that it sets already."""
+        """Return `spec` with this shape's arguments added, except any that `spec` sets already."""
         free = {name: to for name, to in asdict(self).items() if getattr(spec, name) is None}
         return replace(spec, **free)
 
