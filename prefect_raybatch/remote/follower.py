@@ -79,10 +79,10 @@ REMOTE_COMMAND = "python -m prefect_raybatch.remote"
 class Owner:
     """The flow run on whose behalf a job is followed. The defaults apply outside Prefect.
 
-    `id` is the id of the flow run. `attached(submission id, server)` is called when a job is found
-    or submitted. `cancelled()`, called after a signal, returns whether a user cancelled the flow
-    run. `retried()`, called after a transient error, returns whether Prefect will retry. `api` is
-    the URL of Prefect's API, empty if there is none.
+    `id` is the flow run's. `attached(submission id, server)` is called when a job is found or
+    submitted. `cancelled()`, called after a signal, returns whether a user cancelled the flow run.
+    `retried()`, called after a transient error, returns whether Prefect will retry. `api` is the
+    URL of Prefect's API, empty if there is none.
     """
 
     id: str | None = None
