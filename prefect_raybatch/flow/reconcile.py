@@ -123,18 +123,18 @@ def reconcile_jobs(
     A job is stopped if its flow run has ended and no other flow run follows it. A flow run is
     marked Crashed if all of this is true:
 
-    - It is still Running, and has followed its job for over `grace` seconds.
+    - It is Running, and has been following its job for over `grace` seconds.
     - The server does not know that job, or the job ended without success over `grace` seconds ago.
     - Both are still true `settle` seconds later. In that time, a live flow run submits its job
       again if the head has lost it.
 
     `job_server` is a URL, or the name of a saved RayCluster block (ray-cluster/NAME), whose
-    credentials are then used. If it is kubernetes/NAMESPACE, or a block with `kubernetes`, the
-    clusters that runs have created there are checked instead. A cluster is deleted if its lease has
-    expired, because no live flow renews it.
+    credentials are then used.
 
-    With `dry_run`, nothing is changed, and the returned actions are proposals. Raises
-    `JobServerUnavailable`, `ClusterUnavailable` or `ConfigError`.
+    If `job_server` is kubernetes/NAMESPACE, or a block with `kubernetes`, the clusters that runs
+    have created there are checked instead. A cluster is deleted if its lease has expired, because
+    no live flow renews it. With `dry_run`, nothing is changed, and the returned actions are
+    proposals. Raises `JobServerUnavailable`, `ClusterUnavailable` or `ConfigError`.
     """
     access = _access(job_server)
     if access.kubernetes is not None:

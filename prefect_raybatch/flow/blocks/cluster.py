@@ -133,7 +133,7 @@ class RayCluster(FormBlock, CredentialsBlock):
     def apply(self, job: BatchJob) -> BatchJob:
         """Return the job with this cluster in place of the one that the job names.
 
-        Raises `ConfigError` if the job cannot run on this cluster.
+        Raises `ConfigError` if the job cannot run on it.
         """
         value = job.to_dict()
         places = {

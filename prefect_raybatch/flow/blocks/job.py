@@ -102,11 +102,9 @@ class BatchInferenceJob(JobBlock[RunReport]):
     def batch_job(self) -> BatchJob:
         """Return the job that a trigger runs.
 
-        It is the block's `job`, or the contents of its `job_file`. The block's `cluster`, if set,
-        replaces the cluster of that job. If the block has a `store`, remote inputs and outputs
-        without a credentials block get the name of that saved block. Raises `ConfigError` for a
-        missing or invalid job file, for a `store` that is not saved, and for a job that cannot run
-        on `cluster`.
+        It is the job, or the contents of the job file, with the block's `cluster` in place of its
+        own. Remote inputs and outputs without a credentials block get the name of the saved block
+        `store`. Raises `ConfigError` for a missing or invalid job file, and for an unsaved store.
         """
         job = self.job or BatchJob.from_yaml(str(self.job_file))
         if self.cluster is not None:
