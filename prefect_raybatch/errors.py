@@ -24,8 +24,8 @@ class RayBatchError(Exception):
     """Base of every error that this package raises on purpose.
 
     `transient` says whether a retry can help. Terminal errors are never retried: the message says
-    what to change. `remedy` is the class's advice, in one line. `plain` is the message as it was
-    raised; set once the remedy has been appended to the message for the Prefect page, else None.
+    what to change. `remedy` is the class's advice, in one line. For the Prefect page, the remedy is
+    appended to the message; `plain` is then the message without it. Before that, `plain` is None.
     """
 
     transient = False

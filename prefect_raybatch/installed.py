@@ -132,9 +132,9 @@ def remedy(found: Sequence[Misfit]) -> str:
 
 
 def misfits_line() -> str:
-    """Return a line with all incompatible packages and the remedy; "" if there are none.
+    """Return a line, to add to an error, with all incompatible packages and the remedy.
 
-    For messages about a failure.
+    Returns "" if there are no incompatible packages.
     """
     found = misfits()
     return f"incompatible packages: {in_words(found)}; {remedy(found)}" if found else ""

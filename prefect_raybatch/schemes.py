@@ -82,8 +82,8 @@ def with_account(uri: str, options: Mapping[str, object]) -> str:
 def options_for(uri: str, options: Mapping[str, object]) -> dict[str, object]:
     """Return `options` if the store of `uri` accepts options of these names, else {}.
 
-    Options that it does not accept were written for another store. Without options, a store takes
-    its credentials from the environment.
+    Other options must have been written for another store. Without options, a store takes its
+    credentials from the environment.
     """
     clouds = {name for names in CLOUD_OPTIONS.values() for name in names}
     scheme = store_scheme(uri)

@@ -47,9 +47,10 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []  # referenced here to keep their p
 def _end_with_us(pid: int) -> None:
     """Start a watcher process that kills `pid` when this process ends, however it ends.
 
-    The kernel then closes the pipe that the watcher reads from. In a normal exit Prefect's own
-    handler has already ended `pid`. The watcher works in the folder /proc/PID: once that process
-    has ended, the folder is empty, also if another process has its id.
+    The watcher reads from a pipe, which the kernel closes when this process ends. After a normal
+    exit there is nothing to kill, because Prefect's own handler has ended `pid`. Another process
+    may have its id by then. So the watcher works in the folder /proc/PID, which is empty once the
+    original process has ended.
     """
     script = "trap '' INT TERM; cat > /dev/null; test -e stat && kill $0"
     _WATCHERS.append(

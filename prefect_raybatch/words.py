@@ -17,7 +17,10 @@ def counted(number: float, noun: str, plural: str | None = None) -> str:
 
 
 def money(value: float, currency: str = "") -> str:
-    """Return e.g. `1,234.50 EUR`; sums below 1 with three significant digits: `0.00123`."""
+    """Return a sum as text, e.g. `1,234.50 EUR`.
+
+    A sum below 1 has three significant digits, e.g. `0.00123`.
+    """
     figure = f"{value:,.2f}" if value == 0 or abs(value) >= 1 else f"{value:.3g}"
     return f"{figure} {currency}" if currency else figure
 
@@ -83,7 +86,10 @@ def finite_in(value: Any) -> Any:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's message; for a Pydantic error the model, and each field and its fault."""
+    """Return an error's message.
+
+    For a Pydantic error, the text names the model, each wrong field and its fault.
+    """
     if not isinstance(error, ValidationError):
         return str(error)
     lines = []

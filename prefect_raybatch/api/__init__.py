@@ -91,11 +91,11 @@ SHORTEST_SECRET = 4  # characters: shorter texts also occur in ordinary words
 
 @dataclass(frozen=True)
 class Sender:
-    """How runs made from a job (a judge's, a sample's) are sent to a cluster and observed.
+    """How to send jobs that are derived from a job, such as the judge's, to a cluster.
 
     `job` is the user's job without the credentials of its blocks; the jobs that are sent are made
     from it. `owner` is the flow run that sends them (None: no flow run). `observe` receives the
-    progress of their runs, also on a local cluster.
+    progress of their runs, also if they run on a local cluster.
     """
 
     job: BatchJob
@@ -131,10 +131,13 @@ def resolve_run(
 ) -> tuple[BatchJob, str]:
     """Return (the job with {run_date} and {run_key} filled in, the run key).
 
-    Without `run_key`, the key is made from midnight of `run_date`, else from `scheduled`. Without
-    these, it is that of `default_run_key`; but a job with {run_key} always gets a new key, because
-    its locations depend on the key. The value of {run_date} is `run_date`, else the date in the run
-    key, else the date of the scheduled start, else today, all in UTC.
+    Without `run_key`, the first of these gives the key: midnight of `run_date`, `scheduled`, a new
+    key with the current second if the job contains {run_key}, else `default_run_key`. A job with
+    {run_key} gets a new key because its locations depend on the key.
+
+    The first of these gives {run_date}: `run_date`, the date in the run key, the date of the
+    scheduled start, today; all in UTC. But while `default_run_key` looks for an unfinished run,
+    {run_date} in source and output is today.
     """
     if run_date is not None and run_key is None:  # so that the same date finds the same run
         scheduled = attempts.midnight(run_date)
@@ -183,8 +186,9 @@ def record_unplanned(
     """Record an attempt that failed before its plan existed; return (run directory, run key).
 
     Returns None, after a warning in the log, if the attempt cannot be recorded. Without `run_key`,
-    the key is made from the job's name and midnight of `run_date`, else the current second.
-    `run_date` is the value of {run_date}, by default the date in the key, else today.
+    the key is made from the job's name and midnight of `run_date`. If this is None too, the current
+    second is used. `run_date` is the value of {run_date}, by default the date in the key, else
+    today.
     """
     key = run_key or attempts.key_for_start(job.name, attempts.midnight(run_date))
     try:
@@ -273,10 +277,11 @@ def dry_run(
 ) -> DryRun:
     """Return what a run would do, without writing and without Ray.
 
-    `what_if` is a cluster to assume instead of the job's. The result's `problems` are empty if the
-    run can start and keep its engines busy. `sample` is the number of rows whose prompts are made
-    and measured (0: none, or as many as needed if max_model_len is auto). The cost is estimated for
-    `rows_left` rows, by default all; for a job that reuses answers, for the rows that it infers.
+    `what_if` is a cluster to assume instead of the job's. `sample` is the number of rows whose
+    prompts are made and measured. If it is 0, none are measured; with max_model_len `auto`, as many
+    as needed. The cost is estimated for `rows_left` rows. By default these are all rows or, if the
+    job reuses answers, the rows that it infers. The result's `problems` are empty if the run can
+    start and keep its engines busy.
     """
     return dry_run_resolved(resolve(job), run_key, what_if, sample, rows_left)
 
@@ -284,10 +289,9 @@ def dry_run(
 def next_step(job: BatchJob | Resolved, run_key: str | None = None) -> NextStep | None:
     """Return what `raybatch run` would do with this job and run key; write nothing.
 
-    Without `run_key`, it is about the newest unfinished run of the job, which the command would
-    resume, and None if there is no such run. An error while searching for it is only logged, and
-    also gives None. With `run_key`, raises `CorruptRun` if the records of that run are unreadable,
-    and the errors of the store.
+    Without `run_key`, the command would resume the newest unfinished run of the job. Returns None
+    if there is no such run, or if the search for it fails, which is only logged. With `run_key`,
+    raises `CorruptRun` if the records of that run are unreadable, and the errors of the store.
     """
     resolved = resolve(job)
     if run_key is not None:
@@ -333,12 +337,15 @@ def finalize_run(
 
     A complete run is not written again. Measures the accuracy if the job names golden rows or a
     judge. For a cascade, tests whether its two models agree on fewer of the checked rows than in
-    earlier runs. `progress` is what `infer_run` returned. `written` is output.uri before
-    {run_date} and {run_key} were filled in, by which earlier runs are found; by default the job's.
+    earlier runs.
+
+    `progress` is what `infer_run` returned. `written` is output.uri before {run_date} and {run_key}
+    were filled in, which shows where earlier runs are. By default, it is the output.uri of `job`.
     `sender` says how the judge's job is sent to a Ray job server, and who observes its run; it is
-    needed if that job names blocks with credentials, or to observe the run. Raises `IncompleteRun`
-    while shards are missing, `CorruptRun` if the coverage is wrong, and the errors of the judge's
-    run.
+    needed if that job names blocks with credentials, or to observe the run.
+
+    Raises `IncompleteRun` while shards are missing, `CorruptRun` if the coverage is wrong, and the
+    errors of the judge's run.
     """
     report = _finalized(job, run, progress)
     report = with_agreement(report, job.output.options or None, written or job.output.uri)
@@ -394,8 +401,8 @@ def _with_quality(
 def _finalized(job: BatchJob | None, run: Run, progress: Progress | None = None) -> RunReport:
     """Write the result of a run; return its report.
 
-    Without `job`, the job in the run's plan says what to write. Its cluster and server are not
-    used, because others may write to a run directory; it has no store options.
+    Without `job`, the job in the run's plan says what to write. But others may write to a run
+    directory, so the cluster and the server that it names are not used. It has no store options.
     """
     ledger = Ledger(open_store(run.uri, (job.output.options if job else None) or None))
     plan, shards = load_run(ledger, run)

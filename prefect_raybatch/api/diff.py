@@ -126,10 +126,11 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
 
 
 def _sample_changes(resolved: Resolved, place: str, member: Member) -> dict[str, Any]:
-    """Return the changes that make a job answer the sample in folder `place`, as {field: value}.
+    """Return the changes, {field: value}, that make a job answer the sample in folder `place`.
 
-    Its runs go there as well. The sample's store options are not among the changes. `member` is the
-    run that was sampled, whose cached answers the job reuses if they still exist.
+    The runs of the changed job are written to that folder, too. Store options are not changed here.
+    `member` is the run that was sampled. If its raw answers still exist, the changed job reuses
+    them.
     """
     job, store = resolved.job, member.ledger.store
     answers = read_answers(store)

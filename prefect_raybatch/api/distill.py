@@ -193,9 +193,10 @@ def finish_distill(prepared: Embedding, run: Run) -> Distilled:
 def cascade_fields(prepared: Embedding, distilled: Distilled, file: str) -> dict[str, Any]:
     """Return the job fields of a cascade: the classifier in `file`, then the run's model.
 
-    Keys and other possible secrets are left out, and a URL that hides one. Raises `ConfigError` if
-    no job can use the classifier: it can answer no text, it was trained on texts of another
-    template than the run's, or the run's model cannot be the larger model of a cascade.
+    Keys and other possible secrets are left out, also a URL that contains one. Raises `ConfigError`
+    if no job can use the classifier. That is so if it can answer no text, if it was trained on
+    texts of another template than the run's, or if the run's model cannot be the larger model of a
+    cascade.
     """
     if distilled.found is None or not distilled.answered:
         raise ConfigError("the classifier could answer no text. Lower --agreement")

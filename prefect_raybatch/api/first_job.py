@@ -231,7 +231,7 @@ def _column_lines(columns: list[ColumnProfile]) -> list[str]:
 
 
 def _csv_lines(table: TableProfile) -> list[str]:
-    """Return a list of the line `csv: {...}` of the job file, or [] if the table needs none."""
+    """Return the line `csv: {...}` of the job file, in a list; [] if the table needs none."""
     if not table.csv:
         return []
     shown = {name: "tab" if value == "\t" else value for name, value in table.csv.items()}

@@ -60,10 +60,10 @@ class RetryRequest:
     """A checked request for a retry, which `begin` carries out.
 
     `parent` is the run whose failed rows are retried, `family` the original run and all its
-    retries. `job` is the job of the child run without the credentials of its blocks, `resolved` the
-    same job with them. `going` is the unfinished retry to resume (None: make a new one).
-    `selection` ({parent, errors}) says which rows: the key of the parent, and error classes or None
-    for all. `limited`: the caller set its own limit on failed rows.
+    retries. `job` is the job of the child run without the credentials of its blocks; `resolved` is
+    that job with them. `going` is the unfinished retry to resume (None: make a new one).
+    `selection` says which rows to retry: "parent" is the key of the parent, and "errors" is the
+    error classes (None: all classes). `limited`: the caller set its own limit on failed rows.
     """
 
     family: Family
@@ -84,13 +84,15 @@ def plan_retry(
 ) -> Retry | NothingToRetry:
     """Plan the child run that retries failed rows of `run_dir`, or resume it.
 
-    `errors` are error classes; by default all failed rows that no other child has taken. The job is
-    `job`, or that of the run's plan, with the fields in `overrides` ({"sampling.max_tokens": 99})
-    replaced. Without `job`, the fields of `FROM_OPERATOR` (targets, servers) come only from
-    `overrides`. `keys` adds to a job the credentials of the blocks that it names. Any number of the
-    child's rows may fail, because they already count against the limit of their run; but a limit in
-    `overrides`, or one in `job` that differs from the run's, holds. Raises the errors of
-    `retry_request` and `begin`.
+    Retries rows that failed with one of the error classes `errors`. By default, retries all failed
+    rows that no other child has taken. The child's job is `job`, or that of the run's plan, with
+    the fields in `overrides` ({"sampling.max_tokens": 99}) replaced. Without `job`, the fields of
+    `FROM_OPERATOR` (targets, servers) come only from `overrides`. `keys` adds to a job the
+    credentials of the blocks that it names.
+
+    Any number of the child's rows may fail, because they already count against the limit of the
+    run. But a limit in `overrides` applies, and so does a limit in `job` that differs from the
+    run's. Raises the errors of `retry_request` and `begin`.
     """
     asked = retry_request(run_dir, errors, overrides, job, keys)
     return asked if isinstance(asked, NothingToRetry) else begin(asked)
@@ -100,8 +102,9 @@ def begin(request: RetryRequest) -> Retry | NothingToRetry:
     """Create the child run of a request, or resume it; return it with its job.
 
     Returns `NothingToRetry` if other retries have taken and answered all rows meanwhile. Raises
-    `EndpointRefused` if the larger model of a cascade is hosted and its server refuses or lacks it,
-    and `PlanMismatch` if another retry of these rows began at the same moment.
+    `PlanMismatch` if another retry of these rows began at the same moment. If the larger model of a
+    cascade is hosted, raises `EndpointRefused` if its server refuses the request or lacks the
+    model.
     """
     if request.going is not None:
         ledger, plan = request.going.ledger, request.going.plan
@@ -131,9 +134,14 @@ def retry_request(
 
     Reads only records of the run, and writes nothing. For the arguments see `plan_retry`. Returns
     `NothingToRetry` if no row failed, or if other retries took and answered all of them. Raises
-    `ConfigError` for an unfinished or repaired run, an invalid job, a class in `errors` that no
-    failed row has, and rows that another retry has taken and not yet answered or published;
-    `CorruptRun` if runs related to this one are unreadable.
+    `ConfigError` if
+
+    - the run is unfinished or was repaired,
+    - the job is invalid,
+    - a class in `errors` is that of no failed row, or
+    - another retry has taken rows and not yet answered or published them.
+
+    Raises `CorruptRun` if runs related to this one are unreadable.
     """
     overrides = dict(overrides or {})
     root, key = locate_run(run_dir, _options(run_dir, overrides, job, keys))
@@ -190,8 +198,8 @@ def _check_operators(parent: Member, overrides: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the parent's plan has targets or servers not set in `overrides`.
 
     Others may write to a run directory, so its plan must not decide where rows and credentials are
-    sent: the caller has to confirm each of these job fields by setting it, or a group with it, in
-    `overrides`.
+    sent. The caller has to confirm each of these job fields: `overrides` must have the field, or a
+    group that contains it.
     """
     lines = [
         f"  {field}: {hide_path(value)}"

@@ -38,9 +38,9 @@ def put_answer_files(
 ) -> None:
     """Write output.jsonl and error.jsonl to the directory of a run over an OpenAI batch file.
 
-    Each file is written atomically. Does nothing for other inputs, and for the plan of a first
-    phase (`is_first_phase`): the distinct requests of a run that reuses answers, or the first model
-    of a cascade. The run itself writes the files.
+    Each file is written atomically. Does nothing if the input is no batch file. Does nothing also
+    if `plan` is that of a run's first phase (`is_first_phase`), which infers the distinct requests,
+    or uses the first model of a cascade. The files are written when the last phase ends.
     """
     if read.format == BATCH_FORMAT and not is_first_phase(plan):
         lines = AnswerLines.of(store, plan, success, finish, model_request)

@@ -249,11 +249,15 @@ def plan(
 
 @contextmanager
 def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
-    """Explain a `SourceError` of the `with` block if `raybatch run` would resume a run (`step`).
+    """Explain a `SourceError` of the `with` block if an unfinished run exists.
 
-    If that run reads its own copy of the input, prints this and ends the command with exit status
-    0. If it reads the input itself, raises `SourceError` with the advice to restore the input. If
-    `raybatch run` would resume no run, raises the error unchanged.
+    `step` is what `raybatch run` would do. The outcome depends on it:
+
+    - It would resume a run that reads its own copy of the input. Prints this, and ends the command
+      with exit status 0.
+    - It would resume a run that reads the input itself. Raises `SourceError` with the advice to
+      restore the input.
+    - It would resume no run. Raises the error unchanged.
     """
     try:
         yield
@@ -276,8 +280,8 @@ def _lost_input_shown(step: NextStep | None, as_json: bool) -> Iterator[None]:
 def _show_next(step: NextStep, as_json: bool) -> None:
     """Print what `raybatch run` would do; end the command if nothing of the job is left to check.
 
-    Nothing is left if `raybatch run` would infer no row, and would not wait for an active driver.
-    The exit status is then 2 if it would refuse the job, else 0.
+    That is so if `raybatch run` would neither infer rows nor wait for an active driver. The exit
+    status is then 2 if it would refuse the job, else 0.
     """
     checks = step.infers or step.action == "wait"
     if not as_json:
@@ -495,9 +499,9 @@ def retry_failed(
 def _same_options(
     job: str | None, targets_from_plan: bool, changes: list[str] | None, run_date: str | None
 ) -> list[str] | None:
-    """Return the options of this command, for the hint to call `raybatch retry-failed` again.
+    """Return the options of this `raybatch retry-failed`, for a message that says to repeat it.
 
-    `changes` are those of `--set`. None if one of the options contains a credential.
+    `changes` are those of `--set`. Returns None if one of the options contains a credential.
     """
     words = ["--job", job] if job else []
     words += ["--targets-from-plan"] if targets_from_plan else []

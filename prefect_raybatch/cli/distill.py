@@ -89,10 +89,10 @@ def _check_place(file: Path) -> None:
 
 
 def _check_existing(file: Path, prepared: Embedding) -> None:
-    """Raise `ConfigError` if `file` exists and was not written by an earlier, equal command.
+    """Raise `ConfigError` if `file` exists, unless an earlier command like this one wrote it.
 
-    An equal command has the run, the job fields, the encoder and the number of tested rows of
-    `prepared`.
+    That command had the same run, job fields and encoder, and tested the same number of rows;
+    `prepared` has those of this command.
     """
     from prefect_raybatch.distill.classifier import Classifier
 

@@ -120,9 +120,10 @@ def run_job(
 def _complete_run(
     job: BatchJob, loaded: BatchJob, run: Run, written: str, quiet: bool
 ) -> RunReport:
-    """Measure the quality of a complete run and publish it, as far as missing; return its report.
+    """Finish what a complete run still lacks; return its report.
 
-    The arguments are those of `_run_here`; `quiet`: show no progress.
+    This is to measure its quality and to publish it. The arguments are those of `_run_here`;
+    `quiet`: show no progress.
     """
     with closing(TerminalProgress(quiet)) as show:
         report = finalize_run(loaded, run, None, written, sender_of(job, loaded, show))
@@ -357,11 +358,15 @@ def retry_options(
 ) -> list[str] | None:
     """Return the options that a user must give `raybatch retry-failed` for a run of `job`.
 
-    A run directory does not decide where rows and credentials are sent. So if the job sets targets,
-    a cluster, a hosted model, store options or a credentials block, the options are `--job path`,
-    each of `changes` (FIELD=VALUE of `--set`) that a retry may set, and `--run-date` if the targets
-    contain {run_date} and the run key does not have that date. Returns [] if the job sets none of
-    these, and None if the options cannot be shown: one contains a credential, or `--set output=...`
+    A run directory does not decide where rows and credentials are sent. So options are needed if
+    the job sets targets, a cluster, a hosted model, store options or a credentials block; else
+    returns []. The options are
+
+    - `--job path`,
+    - each of `changes` (FIELD=VALUE of `--set`) that a retry may set, and
+    - `--run-date`, if the targets contain {run_date} and the run key does not have that date.
+
+    Returns None if the options cannot be shown: one contains a credential, or `--set output=...`
     was used, whose `uri` a retry must not set.
     """
     cluster, output = job.cluster, job.output

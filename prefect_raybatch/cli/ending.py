@@ -29,10 +29,10 @@ def show_ending(
     is_readable: bool = True,
     unusual: Sequence[str] = (),
 ) -> None:
-    """Print at most ten lines about a complete run, and those of `unusual`.
+    """Print at most ten lines about a complete run, and the lines in `unusual`.
 
     `fresh`: this call did some of the run's work. `retry` has the options that `raybatch
-    retry-failed` needs for this run; None if they contain credentials, which are not printed.
+    retry-failed` needs for this run. It is None if they contain credentials, which are not printed.
     `is_readable`: `raybatch verify` can read the run without credentials from the job file.
     """
     if not fresh:

@@ -208,7 +208,7 @@ def _warn_of_first_job(source: dict[str, Any], model: str) -> None:
 
 @contextmanager
 def _options_named() -> Iterator[None]:
-    """Extend the message of an error of the `with` block by the options of `init` to use.
+    """Add to an error of the `with` block the options of `init` that would help.
 
     These are the options for the source fields that the message names. The error is raised again.
     """

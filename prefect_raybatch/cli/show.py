@@ -279,7 +279,11 @@ def _input_place(plan: DryRun) -> str:
 
 
 def _cluster(have: Mapping[str, Any]) -> str:
-    """Return a cluster's CPUs, GPUs, nodes and address as text, or that these are assumed."""
+    """Return a cluster's CPUs, GPUs, nodes and address as text.
+
+    If the cluster could not be queried, the text says that these are assumed, instead of the
+    address.
+    """
     kinds = " and ".join(have["accelerators"]) or "of unknown kind"
     gpus = f"{counted(have['gpus'], 'GPU')} {kinds}" if have["gpus"] else "no GPU"
     cpus, nodes = counted(have["cpus"], "CPU"), counted(have["nodes"], "node")
@@ -431,7 +435,7 @@ def _driver(beat: JsonObject) -> str:
 
 
 def show_chain(verdict: ChainVerdict) -> None:
-    """Print whether a run and all retries of its failed rows prove that each row is there once."""
+    """Print whether each row of a run is there once, counting all retries of its failed rows."""
     table = Table(box=None, pad_edge=False)
     table.add_column("run", overflow="fold")
     for name in ("rows", "data", "quarantine", "left out", "retried"):

@@ -32,10 +32,11 @@ class Diff:
 
     The sample has `rows` of the run's `total` rows; `changed` of them have another answer. `low`
     and `high` are the ends of the exact 95 % interval for the share of all rows that change.
-    `columns` is {column: number of rows that changed in it}. `newly_failed` rows failed now and
-    were answered in the run, `newly_answered` rows the reverse. `reused` rows were not sent to a
-    model, because their requests are those of the run; they keep the run's answers. `notes` are
-    remarks for the user.
+    `columns` is {column: number of rows that changed in it}.
+
+    `newly_failed` rows were answered in the run, and failed now; `newly_answered` rows failed in
+    the run, and were answered now. For `reused` rows, the job's requests equal those of the run:
+    they were not sent to a model, and keep the run's answers. `notes` are remarks for the user.
     """
 
     run: str

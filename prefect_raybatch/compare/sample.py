@@ -121,9 +121,9 @@ def _numbers(rows: pyarrow.dataset.Dataset, name: str) -> np.ndarray:
 def _inputs(answered: pa.Table, failed: pa.Table | None, columns: list[str]) -> pa.Table:
     """Return the input columns of the answered rows, followed by those of the failed rows.
 
-    `failed` has the input columns in a struct column `input`. With rows in both tables, the result
-    has the `columns` that are also in `input`. Without failed rows it has all `columns`; without
-    answered rows, all columns of `input`.
+    `columns` are the input columns of `answered`. `failed` has the input columns of its rows in a
+    struct column `input`. If both tables have rows, the result has the columns that both have. If
+    only one has rows, the result has all input columns of that one.
     """
     if failed is None or not failed.num_rows:
         return answered.select(columns)

@@ -31,13 +31,15 @@ from prefect_raybatch.words import counted
 class TunedCascade:
     """The outcome of the search for a cascade's threshold on a sample of rows.
 
-    With the threshold `found`, at least the share `agreement` of the answers equals the larger
-    model's, with `confidence`; `found` is None if there is no such threshold. `field` is the job
-    field that sets the threshold. `first` and `larger` name the models. The larger model answered
-    `rows` sampled rows and failed `unanswered` others; `same` of the `rows` got the same answer
-    from the first model. With the threshold, `escalated` sampled rows go to the larger model; `low`
-    and `high` are the ends of the exact 95 % interval for their share of all rows. `at_most` is the
-    job's `output.escalate.at_most`.
+    `first` and `larger` name the models; `field` is the job field that sets the threshold. With the
+    threshold `found`, at least the share `agreement` of the answers equals the larger model's, with
+    `confidence` (0 to 1). `found` is None if there is no such threshold.
+
+    The larger model answered `rows` sampled rows, and failed `unanswered` other ones. To `same` of
+    the `rows`, the first model gave an equal answer. With the threshold, `escalated` sampled rows
+    go to the larger model. `low` and `high` are the ends of the exact 95 % interval for the share
+    of all rows that do. `at_most` is the job's `output.escalate.at_most`, the largest share
+    allowed.
     """
 
     first: str
@@ -120,12 +122,12 @@ class SampleAnswers:
         finish: FinishSpec,
         cascade: CascadeSpec | None = None,
     ) -> SampleAnswers:
-        """Return the answers in the result of a finished run.
+        """Return the answers in the result of a finished run, with their sureness.
 
-        For a run of the first model, pass the `cascade`: the sureness of an answer is then the
-        cascade's measure (probability or logprob), and minus infinity for a row that failed in a
-        way for which the cascade asks the larger model. Without `cascade`, and for rows that failed
-        in another way, it is infinity.
+        For a run of the first model, pass the `cascade`. The sureness is then the measure that the
+        cascade uses (probability or logprob). If a row failed in a way for which the cascade asks
+        the larger model, its sureness is minus infinity; if it failed in another way, infinity.
+        Without `cascade`, the sureness of all rows is infinity.
         """
         table = report.to_arrow(options)
         numbers = table[finish.row_number].to_pylist()

@@ -93,8 +93,8 @@ class Training(StrictRecord):
         """Raise `ConfigError` if a job's embedding model is not the one of the training.
 
         `name` is the classifier's file and `model` the job's model. `identity` is the model's
-        commit or the hash of its files; None while a Hugging Face name is not pinned, and then
-        names are compared.
+        commit or the hash of its files. If a Hugging Face name is not pinned yet, `identity` is
+        None, and only the names of the models are compared.
         """
         named = identity is None and self.identity.startswith(f"{model}@")
         if named or identity == self.identity:

@@ -176,10 +176,10 @@ def check_texts(
 ) -> int:
     """Return how many of these rows `distill` would test; call it before they are embedded.
 
+    Rows without an answer are left out. Of rows with equal texts, only the first counts.
     `agreement` is the share of texts that must keep the run's answer; `seed` decides which rows are
-    tested. Both are as in `distill`. Rows without an answer are left out, and of rows with equal
-    texts all but the first. Raises `ConfigError` if too few rows are left to test for `agreement`,
-    or if the rows to learn from have fewer than two different answers.
+    tested. Both are as in `distill`. Raises `ConfigError` if too few rows are left to test for
+    `agreement`, or if the rows to learn from have fewer than two different answers.
     """
     answered = np.flatnonzero(comparable_rows(answers)).tolist()
     learned, tested = halves([texts[at] for at in answered], seed)

@@ -239,7 +239,10 @@ def check_caches(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def check_bytecode(context: CheckContext) -> Iterator[CheckResult]:
-    """Warn if vLLM or torch is compiled to bytecode again in each process that starts here."""
+    """Warn if each process that starts here must compile vLLM or torch to bytecode again.
+
+    That is so if there is no compiled code, and no process can save it.
+    """
     job = context.keyed()
     if job is not None and job.engine.endpoint.asked:
         return

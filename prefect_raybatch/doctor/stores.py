@@ -66,7 +66,8 @@ def check_steps(store: Store) -> Iterator[CheckResult]:
     """Try each store operation of a run in a new folder `_probe-UUID`, then delete its files.
 
     If a permission is missing, the other operations are still tried, so that all missing
-    permissions are reported at once. Missing keys and other store errors end the check.
+    permissions are reported at once. Missing credentials and other errors of the store end the
+    check.
     """
     folder = f"_probe-{uuid.uuid4()}"
     names = [f"{folder}/file", f"{folder}/race"]

@@ -37,9 +37,10 @@ class _KeptEngines:
         self._stack: ExitStack | None = None
 
     def keep(self, seconds: float) -> None:
-        """Keep engines, idle ones included, running until `seconds` have passed without a call.
+        """Keep all engines running until `seconds` have passed without a call.
 
-        Does nothing in a block of `warm_engines`, which sets the time itself.
+        Engines that were kept before are included. Does nothing in a block of `warm_engines`, which
+        sets the time itself.
         """
         if self._stack is None and CLUSTER_SESSION.warm.is_keeping:
             return
@@ -82,10 +83,11 @@ def run_call(
 
 
 def _newest_run(resolved: Resolved) -> Run:
-    """Return the newest run of a call's job; plans one if there is none.
+    """Return the newest run of a call's job; plan one if there is none.
 
-    If the newest run is finished, but a retry may answer some of its failed rows, plans another
-    one. That reuses the answers of the other rows, so it sends requests only for the failed ones.
+    If the newest run is finished, but a retry may answer some of its failed rows, plan a further
+    run and return that. The further run reuses the stored answers, and sends requests only for the
+    failed rows.
     """
     job, key = resolved.job, resolved.identity.fingerprint[:KEY_LENGTH]
     root = open_store(job.output.uri, job.output.options or None)

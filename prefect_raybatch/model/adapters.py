@@ -165,7 +165,8 @@ def _identity(field: str, source: str) -> str:
 def _listing(field: str, source: str) -> bytes:
     """Return a listing of an adapter's files (`ADAPTER_FILES`), as JSON bytes to hash.
 
-    It has each file's name, and its SHA-256 if it is local, else its size and the store's ETag.
+    The listing has the name of each file. For a local file it has its SHA-256; for any other, its
+    size and the store's ETag.
     """
     store = _store(field, source)
     if is_remote(source):

@@ -13,9 +13,8 @@ USABLE = 0.92  # of a GPU's memory, for all its engines; the rest: driver and fr
 class EngineArguments:
     """All arguments of an engine except its model.
 
-    `max_model_len` is None for the model's own length.
-
-    `more` are the job's other arguments, as written, which this package does not choose.
+    If `max_model_len` is None, the model's own context length applies. `more` has all arguments of
+    the job that have no field here, unchanged.
     """
 
     tensor_parallel_size: int = 1
@@ -46,7 +45,10 @@ class EngineArguments:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Return the bytes of KV cache that the job sets per engine; None: all free memory."""
+        """Return the bytes of KV cache per engine that the job sets.
+
+        None if it sets none: an engine then uses all free memory for the cache.
+        """
         given = self.more.get("kv_cache_memory_bytes")
         return int(given) if given else None
 

@@ -38,9 +38,9 @@ def template_text(given: str) -> str:
 def check_template(prompt: PromptSpec, request: ModelRequest, model: models.PinnedModel) -> None:
     """Raise `ConfigError` if the chat template does not support what the job passes to it.
 
-    The template is the one that the job sets, else the model's. `model` is the result of
-    `pinned.pin`. A model's template is checked only where `_of_model` reads it, which excludes
-    Hugging Face.
+    This is the job's template, or else the model's. `model` is the result of `pinned.pin`. Nothing
+    is checked if the model's template cannot be read here, e.g. because it is on Hugging Face
+    (`_of_model`).
     """
     fields = needing(prompt)
     where = "prompt.chat_template"
@@ -75,8 +75,8 @@ def check_template(prompt: PromptSpec, request: ModelRequest, model: models.Pinn
 def _check_ends(text: str, where: str, prompt: PromptSpec) -> None:
     """Raise `ConfigError` if rendering two short messages takes too long or gives a huge text.
 
-    `text` is the template, and `where` names it in the error. Any other error in rendering is
-    ignored.
+    `text` is the template, and `where` names it in the error. Other errors in rendering are
+    ignored: the template may only refuse these two messages, or need a function of transformers.
     """
     import jinja2
 

@@ -41,11 +41,16 @@ def check(
 ) -> None:
     """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
-    Checks that the model can do the task, accepts the images, leaves room for the answer in its
-    context, has the token ids that sampling fields name, and has adapters that fit, weights, a
-    tokenizer and complete files. `model` is the result of `pinned.pin`. Weights and tokenizer of a
-    model on Hugging Face are not checked. With `files` False, weights, tokenizer and adapters are
-    not checked at all, e.g. to compute sizes for a cluster that the user only describes.
+    Checks that
+
+    - the model can do the task, and accepts the images;
+    - its context has room for the answer;
+    - the token ids in sampling fields are in its vocabulary;
+    - the adapters fit, and weights and tokenizer are there and complete.
+
+    `model` is the result of `pinned.pin`. For a model on Hugging Face, weights and tokenizer are
+    not checked. With `files` False, weights, tokenizer and adapters are not checked for any model,
+    e.g. to compute sizes for a cluster that the user only describes.
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
@@ -69,7 +74,8 @@ def check_images(
 ) -> None:
     """Raise `ConfigError` for a model that accepts no images, or fewer than a row may have.
 
-    A model passes if no installed vLLM tells its limits. `source` names the model in errors.
+    If no vLLM is installed that knows the model's limits, nothing is raised. `source` names the
+    model in errors.
     """
     names = tasks.architectures(tasks.overridden(request, config))
     shown = f"engine.model: {source} is {', '.join(names)}, which accepts"

@@ -1,9 +1,9 @@
 """Computes a model's context length (tokens of prompt and answer) from its config.json.
 
-Follows the rule of vLLM (`vllm/config/model.py`, `_get_and_verify_max_len`), so the plan rejects
-what its engines would reject after half a minute, and a prompt that is too long for them ends in
-quarantine. Where the supported versions of vLLM differ, the shortest length counts: a plan may be
-made without vLLM.
+Follows the rule of vLLM (`vllm/config/model.py`, `_get_and_verify_max_len`). So a length that
+engines would reject after half a minute is rejected in the plan, and a prompt that is too long for
+the engines is quarantined. Where the supported versions of vLLM differ, the shortest length counts,
+because a plan may be made where no vLLM is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def text_part(config: ModelConfig) -> ModelConfig:
-    """Return the config with the text model's fields on top; multimodal models nest them."""
+    """Return the config with the fields of its `text_config`, if any, moved to the top level.
+
+    Multimodal models have the fields of their text model there.
+    """
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
@@ -46,10 +49,11 @@ def with_overrides(config: ModelConfig, arguments: EngineFields) -> ModelConfig:
 
 
 def own_context(config: ModelConfig, arguments: EngineFields = MappingProxyType({})) -> int | None:
-    """Return the context length (tokens) of an engine with these `arguments`, by config.json.
+    """Return the context length (tokens) that an engine has by default, by config.json.
 
-    This is the default length, without `max_model_len`; None if config.json has none. It differs
-    from `longest_context` only for LongRoPE: there it is the length before scaling.
+    The default is the length without `max_model_len`. `arguments` are the engine's. Returns None if
+    config.json has no length. The length differs from `longest_context` only for LongRoPE: there it
+    is the length before scaling.
     """
     config = with_overrides(config, arguments)
     text = text_part(config)

@@ -29,14 +29,20 @@ _METHODS = {"fp8": 8, "modelopt": 8, "mxfp4": 4.25, "awq": 4.2, "gptq": 4.2, "bi
 class Model:
     """Sizes of a model.
 
-    `params` counts all parameters, `active` those that a token passes through. `weights` are bytes
-    as loaded. `kv_full` and `kv_window` are bytes of KV cache per token in all layers that keep all
-    tokens, and in all layers that keep the last `window`. `context` is the default context length
-    in tokens, or None. For LoRA adapters vLLM reserves in all layers together `adapters_whole`
-    bytes that tensor parallelism does not divide, and `adapters_split` bytes that it does.
-    `attention`: FLOPs of a token for each token that it attends to, in layers that keep all tokens
-    (`attention_window`: in layers with a window). `looked_up`: bytes of embeddings, of which a step
-    reads one row per token. `fp8`: weights and activations are multiplied as fp8.
+    `params` counts all parameters, `active` those used for one token. `weights` are bytes as
+    loaded. `context` is the default context length in tokens, or None.
+
+    Some layers attend to all tokens, others only to the last `window`. `kv_full` and `kv_window`
+    are the bytes of KV cache per token, summed over all layers of the first kind and of the second.
+    `attention` and `attention_window` are the FLOPs for each pair of a token and a token that it
+    attends to, summed in the same way.
+
+    vLLM reserves memory for LoRA adapters. `adapters_whole` bytes of it are needed in full on each
+    GPU of a tensor parallel group; `adapters_split` bytes are divided among these GPUs. Both are
+    sums over all layers.
+
+    `looked_up` is the bytes of the embeddings of which a step reads only one row per token. `fp8`:
+    weights and activations are multiplied as fp8.
     """
 
     params: float
@@ -114,7 +120,7 @@ class Precision:
     def of(cls, arguments: EngineFields) -> Precision:
         """Return the data types that engine arguments set.
 
-        `auto` stands for a dtype that they do not set, the text `None` for an unset quantization.
+        A dtype that the arguments do not set is "auto"; an unset quantization is the text "None".
         """
         return cls(
             dtype=str(arguments.get("dtype") or "auto"),
@@ -204,9 +210,10 @@ def share(model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 def packed(
     model: Model, arguments: EngineArguments, gpu_bytes: int, engines: int
 ) -> dict[str, Any]:
-    """Return the engine arguments that keep each of `engines` on a GPU to an equal share of it.
+    """Return the engine arguments that limit each of `engines` on a GPU to an equal share of it.
 
-    A `kv_cache_memory_bytes` of the job is per engine, and overrides the computed number.
+    They set the bytes of the KV cache. If the job sets `kv_cache_memory_bytes`, this is used for
+    each engine instead of the computed number.
     """
     cache = arguments.kv_cache_bytes or share(model, arguments, gpu_bytes, engines).kv_cache
     return {
@@ -229,10 +236,10 @@ def experts_of(config: ModelConfig) -> int:
 
 
 def _parameters(text: ModelConfig) -> tuple[float, float, float]:
-    """Return the numbers of parameters (in all layers, in the embeddings, used for one token).
+    """Return three numbers of parameters: in all layers, in the embeddings, and used for one token.
 
-    The embeddings include the output head. For one token, a model uses only some of its experts
-    and, of the embeddings, only the output head.
+    The embeddings include the output head. For one token, a model of experts uses only some of
+    them. Of the embeddings, the output head is counted as used, but not the lookup of one row.
     """
     hidden, layers = text["hidden_size"], text["num_hidden_layers"]
     dense = text.get("intermediate_size") or 0
@@ -261,8 +268,9 @@ def _parameters(text: ModelConfig) -> tuple[float, float, float]:
 def _adapters(text: ModelConfig, arguments: EngineFields) -> tuple[int, int]:
     """Return (`adapters_whole`, `adapters_split`) of `Model`: bytes for LoRA adapters.
 
-    vLLM reserves them when it starts: for `max_loras` adapters, both matrices of every linear layer
-    and of the embeddings at `max_lora_rank`, whatever an adapter really has.
+    vLLM reserves the memory when it starts, for the largest adapters possible: `max_loras` adapters
+    of rank `max_lora_rank`, each with both matrices for every linear layer and for the embeddings.
+    The adapters' real sizes do not matter.
     """
     if not arguments.get("enable_lora"):
         return 0, 0
@@ -317,9 +325,9 @@ def _kinds(text: ModelConfig) -> tuple[int, int]:
 
 
 def _attended(text: ModelConfig) -> tuple[int, int]:
-    """Return the multiplications of attention for one pair of a token and a token it attends to.
+    """Return how many multiplications attention takes for a token and one token that it attends to.
 
-    Returns two numbers: in all layers that keep all tokens, and in all layers with a sliding
+    Returns two numbers: the sum over layers that keep all tokens, and over layers with a sliding
     window. Counts products of queries with keys and of attention weights with values, over all
     heads.
     """

@@ -141,8 +141,8 @@ def _object(data: bytes) -> ModelConfig:
 def _weight_bytes(sizes: Mapping[str, int]) -> int | None:
     """Return the total bytes of a model's weight files; None if it has none.
 
-    `sizes` has the size of each of the model's files. Of several formats, the first in `WEIGHTS`
-    counts.
+    `sizes` has the size of each of the model's files. If there are weights in several formats, only
+    those in the format that comes first in `WEIGHTS` count.
     """
     for ending in WEIGHTS:
         # Mistral publishes the same weights in a second format, in files `consolidated*`.
@@ -231,7 +231,12 @@ def own_length(model: PinnedModel, arguments: EngineFields) -> int | None:
 
 
 def _folder(path: Path) -> str:
-    """Return the identity of the model in folder `path`, without the downloads in its .cache."""
+    """Return the identity of the model in folder `path`.
+
+    This is a hash of names, sizes, and the first and last bytes of all files. Files in a `.cache`
+    folder, where downloads leave their records, are ignored. Raises `ConfigError` if there are no
+    files.
+    """
     files = []
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
         if ".cache" in file.relative_to(path).parts:
@@ -320,10 +325,10 @@ def _is_of_client(error: BaseException) -> bool:
 
 
 def _is_unanswered(error: BaseException) -> bool:
-    """Return whether `error`, of a request to Hugging Face, is one after which a retry may help.
+    """Return whether a request to Hugging Face failed with an `error` after which a retry may help.
 
-    True if the hub could not be reached, or was too slow, too busy (429) or faulty (5xx). Without
-    an HTTP status, False if HF_HUB_OFFLINE is set.
+    True if the hub could not be reached, or was too slow, too busy (429) or faulty (5xx). False if
+    HF_HUB_OFFLINE is set and the error has no HTTP status.
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalEntryNotFoundError

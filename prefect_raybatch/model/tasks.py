@@ -48,10 +48,10 @@ def vllm_task(request: ModelRequest, config: ModelConfig) -> PoolingTask:
 def labels(request: ModelRequest, config: ModelConfig) -> list[str]:
     """Return the names of the model's labels in the order of their ids.
 
-    As in transformers, unnamed labels are LABEL_0 and so on, two by default. If
+    As in transformers, unnamed labels are LABEL_0 and so on, two by default. The setting
     `classifier_from_token` (in config.json or engine.hf_overrides) turns a generating model into a
-    classifier, its labels are the tokens named there, or only LABEL_0 if vLLM makes one score of
-    two tokens.
+    classifier. Its labels are then the tokens in the setting. If vLLM makes one score of two
+    tokens, the only label is LABEL_0.
     """
     config = overridden(request, config)
     tokens, method = config.get("classifier_from_token"), config.get("method")
@@ -72,7 +72,7 @@ def labels(request: ModelRequest, config: ModelConfig) -> list[str]:
 def check_can(request: ModelRequest, source: str, config: ModelConfig, paired: bool = True) -> None:
     """Raise `ConfigError` for a model that cannot do the job's task.
 
-    `paired`: each row has two texts, to be scored. `source` names the model in errors.
+    `paired`: each row has two texts, which a score compares. `source` names the model in errors.
     """
     config = overridden(request, config)
     if request.task == "generate":

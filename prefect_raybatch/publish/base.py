@@ -95,12 +95,12 @@ class Sink(ABC):
             )
 
     def check(self, schema: pa.Schema, whole: bool = True) -> str:
-        """Check that columns `schema` can be published; return a text on whether the target exists.
+        """Check that columns `schema` can be published; return whether the target exists, as text.
 
-        The text is to follow the target's name, such as "is created by publishing". `whole`:
-        `schema` has all columns of the result. Sets `never_null`, and leaves nothing in the target.
-        Raises `ConfigError`, which names column and remedy; `PublishFailed` if the target does not
-        answer.
+        The text continues a sentence that begins with the target's name, e.g. "is created by
+        publishing". `whole`: `schema` has all columns of the result. Sets `never_null`, and leaves
+        nothing in the target. Raises `ConfigError`, which names column and remedy, or
+        `PublishFailed` if the target does not answer.
         """
         wanted = converted_schema(schema, self.target, whole)
         self.check_names(wanted.names)
@@ -200,7 +200,7 @@ class Sink(ABC):
 
     @abstractmethod
     def publish(self, rows: AnsweredRows, observe: Observe) -> str:
-        """Write the rows unless the target has them; return the target's version that has them.
+        """Write the rows unless the target has them; return the target's version with the rows.
 
         Returns "" for a target without versions. `observe` is called with the name of each step.
         Safe to call concurrently and again after any crash.

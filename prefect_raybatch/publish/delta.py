@@ -173,17 +173,19 @@ def _app_id(plan: str) -> str:
 
 
 def version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | None:
-    """Return the version in the table's present history that wrote the rows of `plan`, or None.
+    """Return the table's version in which a commit wrote the rows of `plan`; None if it lacks them.
 
     The plan's application transaction alone is no proof: it survives a RESTORE to an earlier
     version. So the history is followed from the newest version down; at a RESTORE it continues with
-    the restored version. Returns None if the history lacks the commit, or if a later commit emptied
-    or overwrote the table.
+    the restored version. Returns None if the complete history lacks the commit, or if a later
+    commit emptied or overwrote the table.
 
-    The log may no longer reach back to the commit. Then the plan's transaction is taken as proof
-    that the table has the rows. So is `recorded`, the version in the run directory ("" if none),
-    unless a RESTORE went back to an earlier one. Returns `recorded` or, if it is "", the version at
-    which the search ended.
+    The search may end before it finds the commit, because the log is cut off or does not say which
+    version was restored. Then there are two proofs that the table has the rows: the plan's
+    application transaction, and `recorded`, the version in the run directory ("" if none). They do
+    not count if a RESTORE went back to a version before `recorded`. Returns `recorded`; if it is
+    "", returns the version at which the log is cut off, or the newest version if the restored one
+    is unknown.
     """
     known = handle.transaction_version(_app_id(plan)) is not None
     if not known and not recorded:
@@ -214,10 +216,10 @@ def version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | Non
 def commits_of_log(handle: DeltaTable) -> tuple[int, dict[int, JsonObject]]:
     """Return (newest version, {version: commit in the table's log}); move `handle` to that version.
 
-    The library lists the current log, but numbers its entries from the handle's version down, so
-    each later commit of another writer shifts the numbers by one (delta-rs#4488). So a list is used
-    only if the handle has the newest version before and after it was read. Raises `PublishFailed`
-    if that fails 20 times.
+    The library lists the current log, but numbers its entries from the handle's version down. So
+    each commit that another writer has added since shifts the numbers by one (delta-rs#4488).
+    Therefore a list counts only if the handle has the newest version both before and after the list
+    is read. Raises `PublishFailed` if that fails 20 times.
     """
     handle.update_incremental()
     for _ in range(PUBLISH_TRIES):
@@ -244,10 +246,11 @@ def empties_table(handle: DeltaTable, commit: JsonObject) -> bool:
 
 
 def restored_version(commit: JsonObject, commits: Mapping[int, Any]) -> int | None:
-    """Return the version that `commit`, a RESTORE, went back to; None if unknown.
+    """Return the version to which `commit`, a RESTORE, went back; None if unknown.
 
-    The commit gives that version by number or by time. `commits` are the log's, by version. A
-    number that is not before the commit, as in a damaged log, counts as unknown.
+    The commit names that version by number or by time. `commits` are all commits in the log, by
+    version. If a damaged log gives a number that is not below the commit's own, the version is
+    unknown.
     """
     given = commit.get("operationParameters") or {}
     version, at = str(given.get("version")), given.get("datetime") or given.get("timestamp")

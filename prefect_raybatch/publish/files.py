@@ -121,11 +121,11 @@ class FilesSink(Sink):
         return f"_{PROPERTY}{plan[:16]}.{self.target.format}.json"
 
     def _check_layout(self, store: Store, plan: str = "") -> None:
-        """Raise `ConfigError` if runs other than that of `plan` were published in other partitions.
+        """Raise `ConfigError` if earlier runs in the folder are partitioned by other columns.
 
-        A folder that has several layouts, as earlier versions of this package wrote them, takes
-        runs in any of them. Markers of other runs that cannot be read, for example because a store
-        has archived them, do not count.
+        One earlier run with the target's partition columns is enough to pass: earlier versions of
+        this package wrote several layouts to one folder. The run of `plan` itself does not count.
+        Neither do runs whose marker cannot be read, for example because a store has archived it.
         """
         layout: list[str] | None = None
         for info in store.list(recursive=False):
@@ -153,7 +153,11 @@ class FilesSink(Sink):
             )
 
     def _whole(self, store: Store, plan: str) -> bool:
-        """Return whether the marker of `plan` exists, and all files (path, size) that it lists."""
+        """Return whether the folder has all files of `plan`.
+
+        True if the marker of `plan` exists, and each file that it lists exists with the listed
+        size.
+        """
         try:
             note = json.loads(store.read(self._mark(plan), MARK_BYTES))
             named, whole = note["files"].items(), note[f"{PROPERTY}plan"] == plan

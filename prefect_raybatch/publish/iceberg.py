@@ -295,11 +295,11 @@ def _snapshot_with(table: Table, plan: str, recorded: str = "") -> str | None:
 
     Returns None if the complete history lacks that snapshot, or if the table was emptied later.
 
-    The history may be cut off, because old snapshots expired. Then the snapshot is looked up that
-    the table's property for the plan names or, without this property, `recorded`, the snapshot in
-    the run directory. If it has expired, returns "an expired snapshot". Returns None if neither
-    names a snapshot, or if a rollback removed it from the history: it still exists, or it is
-    younger than the oldest snapshot of the history.
+    The history may be cut off, because old snapshots expired. Then the snapshot's id is taken from
+    the table's property for the plan or, if there is none, from `recorded` (the run directory's
+    record). Returns "an expired snapshot" if that snapshot has expired. Returns None if neither
+    names a snapshot, or if a rollback removed it from the history. That is so if it still exists,
+    or if it is younger than the oldest snapshot of the history.
     """
     from pyiceberg.table.snapshots import Operation, ancestors_of
 

@@ -120,7 +120,10 @@ class LanceSink(FolderSink):
         return str(dataset.version)
 
     def _own(self, dataset: LanceDataset, rows: AnsweredRows) -> str:
-        """Return the dataset's version; raise `ConfigError` if this run's plan did not write it."""
+        """Return the version of a dataset that this run wrote.
+
+        Raises `ConfigError` if another run wrote it.
+        """
         if _plan(dataset) != rows.plan:
             raise ConfigError(
                 f"{self.what}: {self.uri} exists, but holds another run. Use a uri with "
@@ -140,7 +143,10 @@ class LanceSink(FolderSink):
 
 
 def _is_empty(dataset: LanceDataset) -> bool:
-    """Return whether a dataset was emptied: it has no rows, and a run without rows creates none."""
+    """Return whether somebody deleted all rows of a dataset.
+
+    True if it has no rows: a run without rows creates no dataset.
+    """
     return bool(dataset.count_rows() == 0)
 
 
@@ -152,8 +158,9 @@ def _plan(dataset: LanceDataset) -> str | None:
 def _has_version(dataset: LanceDataset, recorded: str) -> bool:
     """Return whether a dataset's present history includes version `recorded` (a number as text).
 
-    A restore removes the versions after the restored one. True also if `recorded` is no number, or
-    if the dataset's transactions were cleaned up, or one restores a version that is not before it.
+    A restore removes the versions after the restored one. Returns True also if this cannot be
+    determined: `recorded` is no number, the dataset's transactions were cleaned up, or one of them
+    claims to restore a version that is not before it.
     """
     if not recorded.isdigit():
         return True

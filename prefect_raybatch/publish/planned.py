@@ -33,10 +33,10 @@ def check_targets_of(
 ) -> tuple[str, ...]:
     """Check the run's publish targets; return a line about each.
 
-    `input_schema` has the input's columns. With an `inventory`, the files of the whole input, reads
-    and checks the values of merge keys and of columns that must not be null in a target. `store` is
-    the run's store if `inventory` is its snapshot. `later`: the input is not available yet, and the
-    check is repeated once it is.
+    `input_schema` has the input's columns. `inventory` has the files of the whole input. If it is
+    given, the values of columns are read and checked: of merge keys, and of columns that must not
+    be null in a target. `store` is the run's store if `inventory` is its snapshot. `later`: the
+    input is not available yet, and the check is repeated once it is.
 
     Raises `ConfigError` for anything known to make publishing fail: a missing library or
     environment variable, a column that a target cannot hold or that does not fit the existing

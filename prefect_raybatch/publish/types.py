@@ -26,8 +26,8 @@ def converted_schema(schema: pa.Schema, target: PublishTarget, whole: bool = Tru
     """Return the columns with the types in which `target` stores them.
 
     Raises `ConfigError`, which names the column, for a type that the target cannot store. `whole`:
-    `schema` has all columns of the result, so the target's key and partition columns must be among
-    them.
+    `schema` has all columns of the result. Then `ConfigError` is also raised if the target's key or
+    partition columns are not among them.
     """
     for name in (*target.key, *target.partition_by):
         if whole and name not in schema.names:
@@ -119,11 +119,11 @@ def _timestamp(kind: pa.DataType, where: str) -> pa.DataType:
 
 
 def fitted(schema: pa.Schema, existing: pa.Schema, what: str, whole: bool = True) -> pa.Schema:
-    """Return `existing`, the schema of an existing table, if rows with columns `schema` fit it.
+    """Check that rows with columns `schema` fit a table; return `existing`, the table's schema.
 
     Raises `ConfigError` if the table lacks a column, or if its column cannot hold the type without
-    loss. If `schema` has all columns of the result (`whole`), also raises it if the result lacks a
-    column in which the table accepts no null. `what` begins the message.
+    loss. `whole`: `schema` has all columns of the result. Then it is also raised if the result
+    lacks a column in which the table accepts no null. `what` begins the message.
     """
     for field in schema:
         if field.name not in existing.names:

@@ -1,22 +1,27 @@
 """Tests after every run whether a share fell below that of a job's first runs. No I/O.
 
-The share is the accuracy, or the agreement of a small model with a larger one: rows are right or
-wrong, or their answers are equal or not. The first `BASELINE_RUNS` measured runs are the baseline
-of the others. The e-value of a later run says how strongly all runs so far speak against "the mean
-accuracy of each run is at least that of the baseline". While that is true, the e-value reaches 100
-in at most one of a hundred series of runs, however many runs there are and however often somebody
-looks (Ville's inequality).
+The share is the accuracy: rows are right or wrong. Or it is the agreement of a small model with a
+larger one: a row counts as right if their answers are equal.
 
-The e-value is the smallest, over all accuracies p that the baseline may have, of the product of
-- the evidence of the baseline against p: a likelihood ratio, mixed by Jeffreys' prior (R. E.
-  Krichevsky and V. K. Trofimov, IEEE Transactions on Information Theory 27, 1981), and
-- the evidence of the later runs for less than p: the wealth of a gambler who bets against each
-  right answer (I. Waudby-Smith and A. Ramdas, "Estimating means of bounded random variables by
+The first `BASELINE_RUNS` measured runs are the baseline, with which later runs are compared. The
+e-value of a later run says how strongly all runs so far speak against "the mean accuracy of each
+run is at least that of the baseline". While that is true, the e-value reaches 100 in at most one of
+a hundred series of runs, however many runs there are and however often somebody looks (Ville's
+inequality).
+
+The e-value is a product of two factors. It is computed for every accuracy p that the baseline may
+have, and the smallest product counts:
+
+- the evidence of the baseline against p. It is a likelihood ratio: the likelihood of the baseline's
+  rows, averaged over all accuracies by Jeffreys' prior, divided by their likelihood at accuracy p
+  (R. E. Krichevsky and V. K. Trofimov, IEEE Transactions on Information Theory 27, 1981);
+- the evidence that the later runs have less than p. It is the wealth of a gambler who bets against
+  each right answer (I. Waudby-Smith and A. Ramdas, "Estimating means of bounded random variables by
   betting", Journal of the Royal Statistical Society B 86, 2024). Half of the stake is never bet.
   The other half is spread over bets and over the run with which betting begins, so that a drop
   after many good runs is noticed.
 
-A row may have its own chance of being right: the products then only become smaller (inequality of
+Rows may differ in their chance of being right: the products then only become smaller (inequality of
 the means).
 """
 
@@ -48,16 +53,18 @@ class ShareSeries(StrictRecord):
     """The shares of right rows of a job's measured runs, up to and including one run.
 
     `key` is the series key. It identifies how the runs were measured, such as the golden file or
-    the judge; another key begins a new series. In the first `baseline` runs together, `right` of
-    `rows` rows were right. `later` runs followed; `after` has (right, rows) of the newest of these,
-    oldest first. `runs` has the run keys of the newest measured runs, oldest first; a repaired run
-    has the run key of the original. `e_value` is the evidence that the share fell. `measure` names
-    the share (ACCURACY or AGREEMENT).
+    the judge; another key begins a new series. `measure` names the share (ACCURACY or AGREEMENT).
+    `runs` has the run keys of the newest measured runs, oldest first; a repaired run has the run
+    key of the original.
+
+    The baseline is the first `baseline` runs. In these together, `right` of `rows` rows were right.
+    `later` runs followed; `after` has (right, rows) of the newest of these runs, oldest first.
+    `e_value` says how strongly the runs show that the share fell.
 
     If a series with another series key came before, `replaces` is the run key of its last run. If
-    an alarm was still on then, `replaced_alarm` is the key of the run with which it last rang. If
-    the newest run was measured before under other series keys, `taken_from` has these keys; the
-    run no longer counts in their series.
+    that series had raised an alarm that was still on, `replaced_alarm` is the run key of the last
+    run with the alarm. If the newest run was measured before under other series keys, `taken_from`
+    has these keys; the run no longer counts in their series.
     """
 
     key: str
@@ -77,8 +84,9 @@ class ShareSeries(StrictRecord):
     def lost_alarm(self) -> bool:
         """Return whether a new series hides the alarm of the series that it replaced.
 
-        True if that alarm was on and this series has no run after its baseline yet. The baseline
-        may then have the low share already, so this series' alarm cannot ring for it.
+        True if the replaced series' alarm was on and this series has no run after its baseline yet.
+        The share may have been low in the whole baseline. Then it cannot fall below it, and this
+        series raises no alarm.
         """
         return bool(self.replaced_alarm) and not self.later
 
@@ -92,7 +100,7 @@ class ShareSeries(StrictRecord):
         return self.e_value >= ALARM
 
     def short(self) -> str:
-        """Return the e-value as text, or `baseline 3 of 14` while there is no later run."""
+        """Return the e-value as text, or e.g. `baseline 3 of 14` if no run follows it yet."""
         if not self.later:
             return f"baseline {self.baseline} of {BASELINE_RUNS}"
         return f"over {LARGEST:,.0f}" if self.e_value >= LARGEST else f"{self.e_value:,.3g}"
@@ -121,8 +129,9 @@ class ShareSeries(StrictRecord):
     def fell_with(self) -> str:
         """Return the key of the run with which the share most probably fell; "" if not known.
 
-        From that run on, the evidence is strongest. It is not known if there is no later run, if no
-        row of the baseline is right, or if the run is too old to be in `runs`.
+        This is the run R for which the runs from R on speak most strongly for a lower share. It is
+        not known if no run follows the baseline, if no row of the baseline is right, or if the run
+        is too old to be in `runs`.
         """
         if not self.after or not self.right:
             return ""
@@ -141,10 +150,10 @@ def continued(
     run: str,
     measure: str = ACCURACY,
 ) -> ShareSeries:
-    """Return the series with one more run, of which `right` of `rows` rows were right.
+    """Return the series `before` with one more run, in which `right` of `rows` rows were right.
 
-    A new series begins if `before` is None or has another `key`. `run` is the run's key, or the
-    original's for a repaired run.
+    If `before` is None or has another `key`, the run begins a new series. `run` is the run's key;
+    for a repaired run it is the key of the original run.
     """
     if before is None:
         before = ShareSeries(key, 0, 0, 0)
@@ -176,12 +185,15 @@ def new_series_after(before: ShareSeries, key: str) -> ShareSeries:
 
 
 def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...]) -> float:
-    """Return the e-value of `later` runs: the evidence that their share is below the baseline's.
+    """Return the e-value of `later` runs: how strongly they show a share below the baseline's.
 
     In the baseline, `right` of `rows` rows were right. `after` has (right, rows) of the newest
     later runs, oldest first. Returns 1 (no evidence) if `after` is empty or no row of the baseline
-    is right. The minimum over accuracies is taken on a grid; between two of its points, each factor
-    is taken at the end where it is smaller, so the result is never too large.
+    is right.
+
+    The minimum over the baseline's accuracy (see the module) is computed on a grid of accuracies.
+    Between two points of the grid, each of the two factors gets the smaller of its values at these
+    points. So the result is never too large.
     """
     if not right or not after:  # no share is below 0
         return 1.0
@@ -195,9 +207,11 @@ def e_value(right: int, rows: int, later: int, after: tuple[tuple[int, int], ...
 
 
 def _log_against(p: Floats, right: int, rows: int) -> Floats:
-    """Return the log of the baseline's evidence against each accuracy in `p`.
+    """Return, for each accuracy in `p`, the log of the baseline's evidence against it.
 
-    `right` of the baseline's `rows` rows were right.
+    The evidence is a likelihood ratio. Its numerator is the likelihood of the baseline, averaged
+    over all accuracies by Jeffreys' prior; its denominator is the likelihood at that accuracy. In
+    the baseline, `right` of `rows` rows were right.
     """
     wrong = rows - right
     mixed = math.lgamma(right + 0.5) + math.lgamma(wrong + 0.5) - math.lgamma(rows + 1)
@@ -208,9 +222,10 @@ def _log_against(p: Floats, right: int, rows: int) -> Floats:
 
 
 def _far_below(right: int, rows: int) -> float:
-    """Return the highest accuracy, below that of the baseline, that the baseline rules out.
+    """Return the highest accuracy that the baseline rules out as too low.
 
-    Lower accuracies are ruled out too. `right` of the baseline's `rows` rows were right.
+    An accuracy is ruled out if the log of the evidence against it (`_log_against`) exceeds
+    RULED_OUT. In the baseline, `right` of `rows` rows were right.
     """
     low, high = 0.0, right / rows
     for _ in range(60):  # below the baseline's share, the evidence falls with the accuracy
@@ -225,7 +240,8 @@ def _far_below(right: int, rows: int) -> float:
 def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) -> Floats:
     """Return, for each accuracy in `grid`, the log of the evidence that later runs are below it.
 
-    `later` and `after` are as in `e_value`.
+    The evidence is the wealth of a gambler who bets half of the stake (see the module). `later` and
+    `after` are as in `e_value`.
     """
     logs = _log_wealth(grid, later, after)
     most = np.maximum(logs.max(axis=(1, 2)), 0.0)
@@ -235,10 +251,11 @@ def _log_for_less(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) 
 
 
 def _log_wealth(grid: Floats, later: int, after: tuple[tuple[int, int], ...]) -> Floats:
-    """Return the log of the weighted wealth of gamblers who bet against right answers.
+    """Return the log of the wealth of many gamblers who bet against right answers, each weighted.
 
-    It is an array (accuracies in `grid`, bets in BETS, runs in `after` with which betting begins).
-    `later` and `after` are as in `e_value`.
+    A gambler assumes an accuracy, always bets the same share of the stake, and begins with one of
+    the runs. The array has the dimensions (accuracies in `grid`, shares in BETS, first runs in
+    `after`). `later` and `after` are as in `e_value`.
     """
     counts = np.array(after, np.float64)
     since = counts[::-1].cumsum(axis=0)[::-1]  # right and rows from each run on

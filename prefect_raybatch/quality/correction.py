@@ -60,10 +60,12 @@ class Confusion:
 def by_confusion(called_right: int, rows: int, judge: Confusion) -> tuple[float, float, float]:
     """Return (accuracy, low, high) of a sample, corrected by the judge's errors on golden rows.
 
-    The judge called `called_right` of the sample's `rows` rows right; `judge` has its verdicts on
-    golden rows. Low and high are the ends of the 95 % interval. Returns (NaN, 0, 1) if `rows` is 0
-    or if the golden rows are all right or all wrong. Returns it also if the interval is (0, 1) and
-    the golden rows do not show that the judge tells right from wrong.
+    The judge called `called_right` of the sample's `rows` rows right. `judge` has its verdicts on
+    golden rows. Low and high are the ends of the 95 % interval. The result is (NaN, 0, 1) if
+
+    - `rows` is 0,
+    - the golden rows all have a right answer, or all a wrong one, or
+    - the interval is 0 to 1, and the golden rows do not show that the judge tells right from wrong.
     """
     if not (rows and judge.right and judge.wrong):
         return math.nan, 0.0, 1.0
@@ -85,8 +87,8 @@ def corrected(called: Floats, hits: Floats, misses: Floats) -> tuple[Floats, Flo
     """Return (accuracy, low, high), computed from the shares that the judge called right.
 
     `called` is this share in the sample, `hits` among golden rows with a right answer, `misses`
-    among golden rows with a wrong answer. Each is an array [estimate, low, high]. Low and high are
-    ends of 95 % intervals. Further dimensions of the arrays are independent cases. A case is
+    among golden rows with a wrong answer. Each has three entries: the estimate and the ends of its
+    95 % interval. Entries may be arrays of independent cases; then so are the results. A case is
     (NaN, 0, 1) unless the estimate of `hits` is above that of `misses`.
     """
     c, c_low, c_high = called
@@ -155,9 +157,10 @@ ADDED = 0.5  # added to each cell of the table, as Jeffreys' prior does: no vari
 def by_labels(labelled: Floats, called: Floats, others: Floats) -> tuple[Floats, Floats, Floats]:
     """Return (share of right answers, low, high) of a sample, as estimated by PPI++.
 
-    `labelled` has the four counts of `Labelled` in its first dimension. Of the sample's `others`
-    rows without a label, the judge called `called` right. Its verdicts get the weight that gives
-    the least variance. Low and high are the ends of the 95 % interval.
+    `labelled` has the four counts of `Labelled` in its first dimension. The sample has `others`
+    further rows, whose right answer is unknown; the judge called `called` of them right. The
+    judge's verdicts get the weight that gives the least variance. Low and high are the ends of the
+    95 % interval.
     """
     right_hit, right_missed, wrong_hit, wrong_missed = labelled + ADDED
     rows = right_hit + right_missed + wrong_hit + wrong_missed

@@ -66,12 +66,13 @@ def read_golden(
     answer: str,
     answer_field: str = GOLDEN_FIELD,
 ) -> Golden:
-    """Read a golden file, whose column `answer` has the right answers of its rows.
+    """Read a golden file, whose column `answer` has the right answer of each row.
 
-    `key` are the columns by which its rows are found in a result; if it is empty, these are all
-    columns except `answer`. `answer_field` is the job field that names the answer column, for
-    errors. `options` are those of the file's store. Raises `ConfigError` for a file that is
-    missing, unreadable or without rows, that lacks a column or an answer, or has a key twice.
+    The columns `key` identify a row in the file and in a result; if `key` is empty, all columns
+    except `answer` do. `answer_field` is the job field that names the answer column, for errors.
+    `options` are the options of the store that has the file. Raises `ConfigError` if the file is
+    missing, unreadable or has no rows, if a column or an answer is missing, or if two rows have the
+    same key.
     """
     rows = _rows(uri, _bytes(uri, options))
     if not rows:
@@ -100,10 +101,11 @@ def read_golden(
 def _key_columns(
     uri: str, there: Sequence[str], key: Sequence[str], answer: str, answer_field: str
 ) -> tuple[str, ...]:
-    """Return the key columns of a golden file with the columns `there`.
+    """Return the key columns of a golden file: `key`, or all columns except `answer`.
 
-    The other parameters are those of `read_golden`. Raises `ConfigError` if the file lacks the
-    column `answer` or a column in `key`, or has no column except `answer`.
+    `there` are the columns of the file. The other parameters are as in `read_golden`. Raises
+    `ConfigError` if the file lacks the column `answer` or a column in `key`, or has no column
+    except `answer`.
     """
     has = f"(it has: {', '.join(there)})"
     if answer not in there:
@@ -150,10 +152,11 @@ def _plain(value: object) -> object:
 
 
 def _as_typed(golden: Golden, schema: pa.Schema) -> Golden:
-    """Return the golden rows with their texts as `as_text` writes values of the types in `schema`.
+    """Return the golden rows with texts that can be compared with the values of a result.
 
-    `schema` is that of the result. A CSV file may have 4.0 or True, where the result has the number
-    4 or true.
+    Each text becomes the text that `as_text` returns for a value of its column's type in `schema`,
+    the result's schema. For example, 4.0 in a CSV file becomes 4 for a column of integers, and True
+    becomes true for a column of booleans.
     """
 
     def typed(name: str, text: str) -> str:
@@ -262,7 +265,7 @@ def check_golden_answers(golden: Golden, field: str, values: Sequence[object]) -
 
 
 def _nearest(answer: str, texts: Sequence[str]) -> str:
-    """Return the text that is most like `answer`, in quotes; some of the texts if none is alike."""
+    """Return, in quotes, the text most like `answer`; the first few texts if none is similar."""
     alike = [text for text in texts if text.casefold() == answer.casefold()]
     alike = alike or difflib.get_close_matches(answer, texts, n=1)
     shown = [repr(_cut(text)) for text in alike[:1] or texts[:VALUES_SHOWN]]
@@ -275,11 +278,12 @@ def _nearest(answer: str, texts: Sequence[str]) -> str:
 def _answers(
     golden: Golden, result: pyarrow.dataset.Dataset, row_number: str | None = None
 ) -> tuple[Golden, dict[GoldenKey, tuple[int, str]]]:
-    """Return (golden rows as `_as_typed` returns them, {key: (row number, answer)}).
+    """Return the golden rows as `_as_typed` returns them, and the result's answers to them.
 
-    The dict has the golden rows that are in the result; if several rows have a key, the first one
-    counts. `row_number` is the column with a row's number; if it is None, the numbers are 0. Raises
-    `ConfigError` if the result has rows but lacks a key column or the answer column.
+    The answers are {key: (row number, answer)}. Golden rows that are not in the result are left
+    out; if several rows of the result have the same key, the first one counts. `row_number` is the
+    column with the row numbers; if it is None, the numbers are 0. Raises `ConfigError` if the
+    result has rows but lacks a key column or the answer column.
     """
     if not result.count_rows():  # it has no columns either
         return golden, {}
@@ -313,7 +317,8 @@ def _failed(golden: Golden, quarantine: pyarrow.dataset.Dataset | None) -> Itera
 def _candidates(batch: pa.RecordBatch, column: str, values: set[str]) -> pa.RecordBatch:
     """Drop rows in which the text of `column` is not in `values`.
 
-    Only done for columns of integers or texts, where it is fast; others are returned whole.
+    Only columns of integers or texts are filtered, because for these it is fast. With a column of
+    another type, all rows are returned.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -385,7 +390,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_unrepeated(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that occurs twice: readers would keep only its last column."""
+    """Raise ValueError if a column name occurs twice.
+
+    Readers would silently keep only the last of the columns with this name.
+    """
     seen: set[str] = set()
     for name in names:
         if name in seen:

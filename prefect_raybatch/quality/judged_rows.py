@@ -31,10 +31,12 @@ def judged_rows(
 ) -> pa.Table:
     """Return the rows of a result to judge, in input order: `sample` random rows, and golden rows.
 
-    `known` is {number of a golden row: whether its answer is right}; `row_number` is the column
-    with the numbers. The sample is chosen by a hash of run key and row number, so it is the same in
-    each call, and differs between runs. The table has these `columns` and JUDGE_COLUMNS: whether a
-    row is in the sample, and its value in `known` (null if it has none).
+    `known` has the golden rows: {row number: whether the answer is right}. `row_number` is the
+    column with the row numbers. A hash of run key and row number chooses the sample. So it is the
+    same in each call for a run, and differs between runs.
+
+    The table has these `columns` and JUDGE_COLUMNS. The latter say whether a row is in the sample,
+    and whether its answer is right (null if the row is not golden).
     """
     import pyarrow as pa
     import pyarrow.compute as pc

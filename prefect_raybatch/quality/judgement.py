@@ -50,9 +50,9 @@ class JudgedRow:
 class Corrected(StrictRecord):
     """The accuracy after correction for the judge's errors, with the ends of its 95 % interval.
 
-    `method` is BY_LABELS or BY_CONFUSION. With BY_CONFUSION, `share` is None and the interval 0 to
-    1 if the verdicts say nothing about the accuracy (see `by_confusion`). The last four fields are
-    explained in `Confusion`.
+    `method` is BY_LABELS or BY_CONFUSION. If the verdicts say nothing about the accuracy (see
+    `by_confusion`), `share` is None, `low` 0 and `high` 1; this happens only with BY_CONFUSION. The
+    last four fields are explained in `Confusion`.
     """
 
     method: str
@@ -90,13 +90,15 @@ class Judgement(StrictRecord):
     """A judge model's verdict on a sample of a run's answers.
 
     `plan` is the hash of the run's plan, `judge` the judge's model. `key` identifies the judge with
-    its prompt and its golden rows. The judge called `right` of `rows` sampled answers right;
-    `not_judged` further ones have no verdict, because the judge failed. `low` and `high` are the
-    ends of the exact 95 % interval of the share `right` / `rows`, not corrected. `rejected` has
-    some of the answers called wrong. `corrected` is the accuracy corrected for the judge's errors;
-    if it is None although the job has golden rows, `uncorrected` says why. `series` compares the
-    share `right` / `rows`, not corrected, with earlier runs. `cost` has the "gpu_hours" of the
-    judge's run and its "total" cost (in `currency`), each only if known.
+    its prompt and its golden rows. The judge called `right` of `rows` sampled answers right.
+    `not_judged` further answers have no verdict, because the judge failed. `low` and `high` are the
+    ends of the exact 95 % interval of the uncorrected share `right` / `rows`. `rejected` has some
+    of the answers that the judge called wrong.
+
+    `corrected` is the accuracy, corrected for the judge's errors on golden rows. It is None if the
+    job has no golden rows, or if they do not allow it; then `uncorrected` says why. `series`
+    compares the uncorrected share with earlier runs. `cost` has the "gpu_hours" of the judge's run
+    and its "total" cost (in `currency`), each only if known.
     """
 
     plan: str
@@ -171,9 +173,10 @@ read_judgement, put_judgement = _FILE.read, _FILE.put
 def series_of(
     accuracy: Accuracy | None, judgement: Judgement | None, agreement: Agreement | None
 ) -> dict[str, ShareSeries]:
-    """Return {what the answers were compared with: series}, for the records that have a series.
+    """Return {what a run's answers were compared with: series of this run and earlier ones}.
 
-    The keys are "golden rows", "judge" and "larger model".
+    The keys are "golden rows" (for `accuracy`), "judge" (for `judgement`) and "larger model" (for
+    `agreement`). A key is left out if its record is None or has no series.
     """
     found = {"golden rows": accuracy, "judge": judgement, "larger model": agreement}
     return {name: one.series for name, one in found.items() if one and one.series}
@@ -241,9 +244,10 @@ def _corrected(judged: Sequence[JudgedRow]) -> tuple[Corrected | None, str]:
 
 
 def judge_runs(store: Store) -> Iterator[tuple[str, Store]]:
-    """Yield (name of a judgement's folder, run directory) for every run in which a judge answered.
+    """Yield the runs of all judges, as (name of the judgement's folder, run directory).
 
-    `store` is the directory of the judged run.
+    A judgement needs a run of its own, in which the judge model answers. `store` is the directory
+    of the judged run.
     """
     for judgement in store.sub(JUDGE).folders():
         runs = store.sub(f"{JUDGE}/{judgement}/{JUDGE_RUNS}")

@@ -140,7 +140,7 @@ def idle_gpu(report: RunReport, spec: RunSpec) -> Advice | None:
 
 
 def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
-    """Advise less work or more GPUs if the GPUs reached their limit, where no setting helps."""
+    """Advise less work or more GPUs if the GPUs reached their limit: no setting would help."""
     mfu, mbu = report.roofline.get("mfu"), report.roofline.get("mbu")
     if mfu is None or mbu is None or (mfu < MOST_FLOPS and mbu < MOST_BANDWIDTH):
         return None
@@ -161,7 +161,7 @@ def gpu_limit(report: RunReport, spec: RunSpec) -> Advice | None:
 def tail(report: RunReport, spec: RunSpec) -> Advice | None:
     """Advise smaller shards if engines had no rows left while others were still working.
 
-    None if the rows were spread unevenly, for which `uneven` advises.
+    Returns None if the rows were spread unevenly: `uneven` gives advice on that.
     """
     share = report.roofline.get("idle_tail")
     if share is None or share < LONG_TAIL or _engines(report) < 2 or uneven(report, spec):

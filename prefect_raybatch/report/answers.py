@@ -58,15 +58,20 @@ def tokens_range(bits: int) -> str:
 
 @dataclass(frozen=True)
 class Shift:
-    """A distribution of a run that differs more than by chance from that of earlier run `before`.
+    """A distribution of a run that differs from earlier runs more than by chance.
 
     `kind` is labels, lengths, ends, failures, prompts, nulls or values (values new to the input).
-    `moved` is the size of the difference: for nulls and values the largest change of a share, for
-    prompts the relative change of the mean length, for other kinds half the sum of all changes of
-    shares. `chance` is the probability of such a difference by chance. `changes` has the largest
-    changes, {name: (share before, share now)}; for prompts {"tokens": (mean before, mean now)}. If
-    `runs` is above 1, the run is compared with the mean of that many earlier runs, and `before` is
-    the newest of them.
+    If `runs` is 1, the run is compared with the earlier run `before`. Otherwise it is compared with
+    the mean of `runs` earlier runs, of which `before` is the newest.
+
+    `moved` is the size of the difference:
+
+    - for nulls and values, the largest change of a share;
+    - for prompts, the relative change of the mean length;
+    - for other kinds, half the sum of all changes of shares.
+
+    `chance` is the probability of such a difference by chance. `changes` has the largest changes as
+    {name: (share before, share now)}. For prompts it is {"tokens": (mean before, mean now)}.
     """
 
     kind: str
@@ -119,7 +124,7 @@ def shifts(
     """Return the kinds of answers whose distributions differ beyond chance between two runs.
 
     `now` is the `answer_counts` of the run, `before` that of an earlier run with run key
-    `before_key`. Kinds of which either run counts too few answers are not compared.
+    `before_key`. A kind is not compared if one of the runs counts too few answers of it.
     """
     each = (_shift(k, now.get(k, {}), before.get(k, {}), before_key) for k in KINDS_OF_COUNTS)
     return tuple(shift for shift in each if shift is not None)

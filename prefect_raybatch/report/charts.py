@@ -41,8 +41,9 @@ def throughput_points(
     """Divide the working time into equal spans; return (end of span, rate of each kind) for each.
 
     Times are in seconds, rates in amounts per second. `started` and `ended` have the times of each
-    shard, `amounts` (float[kinds, shards]) what was processed, which is spread evenly over the
-    shard's time. Times in which no shard was at work, as between attempts, are cut out.
+    shard. `amounts` (float[kinds, shards]) has what each shard processed; it is spread evenly over
+    the shard's time. Times in which no shard was at work, such as those between attempts, are cut
+    out.
     """
     known = (ended > started) & (started > 0)
     started, ended, amounts = started[known], ended[known], amounts[:, known]

@@ -310,7 +310,7 @@ def durations(title: str, stages: Mapping[str, tuple[float, ...]]) -> Plot:
 def _boxes(axes: Axes, quantiles: Sequence[Sequence[float]], least: float) -> None:
     """Draw the box, line and dot of each stage; `quantiles` are as in `durations`.
 
-    Values below `least`, where the axis starts, are drawn there, such as 0 on a log scale.
+    The axis starts at `least`. Smaller values are drawn at `least`, for example 0 on a log scale.
     `Axes.bxp` is not used: it reads every setting of matplotlib, which loads pyplot and a backend.
     """
     p5, p25, median, p75, p95, longest = np.maximum(quantiles, least).T

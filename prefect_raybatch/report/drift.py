@@ -38,12 +38,12 @@ Distribution = Mapping[str, float]
 def chance_after(
     value: float, earlier: Sequence[float], noise: float = 0.0, beyond: float = BEYOND
 ) -> float:
-    """Return the probability that a new run is by chance as far from the mean as `value` is.
+    """Return the probability that a run is by chance as far from earlier runs as `value` is.
 
-    The mean is that of `earlier`, the values of earlier runs. The test is a t-test of one new
-    observation; `noise` is the least variance to assume, that of counting alone. Returns 1 with
-    fewer than two earlier runs, and if the distance of `value` from the mean is at most `beyond`
-    times the largest distance of an earlier run.
+    The distance is that from the mean of `earlier`, the values of earlier runs. The test is a
+    t-test of one new observation. Its variance is at least `noise`, the variance that comes from
+    counting a limited number of rows. Returns 1 with fewer than two earlier runs. Returns 1 also if
+    the distance of `value` is at most `beyond` times the largest distance of an earlier run.
     """
     number = len(earlier)
     if number < 2:
@@ -78,8 +78,8 @@ def drifts(
 ) -> tuple[Shift, ...]:
     """Return the distributions of a run that differ from those of `earlier` runs beyond chance.
 
-    `now` is {kind: {name: count}} of the run. `earlier` has the same of each earlier run, newest
-    first; `before_key` is the run key of the newest.
+    `now` has the counts of the run, as {kind: {name: count}}. `earlier` has such counts for each
+    earlier run, newest first. `before_key` is the run key of the newest earlier run.
     """
     each = (
         _drift(kind, now.get(kind, {}), [run.get(kind, {}) for run in earlier], before_key)
@@ -91,7 +91,11 @@ def drifts(
 def enough(
     kind: str, now: Mapping[str, Distribution], earlier: Sequence[Mapping[str, Distribution]]
 ) -> bool:
-    """Return whether a run and enough `earlier` runs count enough answers of `kind` to compare."""
+    """Return whether answers of `kind` can be compared with those of `earlier` runs.
+
+    True if the run (`now`) and at least LEAST_RUNS of the earlier runs each count at least
+    LEAST_ANSWERS of them.
+    """
     runs = [run for run in earlier if _total(run.get(kind, {})) >= LEAST_ANSWERS]
     return _total(now.get(kind, {})) >= LEAST_ANSWERS and len(runs) >= LEAST_RUNS
 
@@ -99,8 +103,8 @@ def enough(
 def prompt_drift(now: float | None, earlier: Sequence[float], before_key: str) -> Shift | None:
     """Return the change of the mean prompt length (tokens) if it is beyond chance, else None.
 
-    `now` is the mean of the run, None if unknown; `earlier` has those of earlier runs, newest
-    first. `before_key` is the run key of the newest. Also None with fewer than 14 earlier runs.
+    `now` is the mean of the run, None if unknown. `earlier` has the means of earlier runs, newest
+    first; `before_key` is the run key of the newest. Returns None with fewer than 14 earlier runs.
     """
     lengths = [tokens for tokens in earlier if tokens > 0][:MOST_RUNS]
     if not now or len(lengths) < LEAST_RUNS:
@@ -136,8 +140,8 @@ def share_chance(
 ) -> float:
     """Return `chance_after` for the share of `name` in the run (`now`) and in earlier `runs`.
 
-    Shares are compared as arcsin(sqrt(share)), where the variance of counting is 1 / (4 rows) for
-    any share.
+    It is computed for arcsin(sqrt(share)) instead of the share: the variance that comes from
+    counting is then 1 / (4 rows), whatever the share is.
     """
     noise = fmean(1 / (4 * _total(run)) for run in (now, *runs))
     angles = [math.asin(math.sqrt(share_of(run, name))) for run in (now, *runs)]

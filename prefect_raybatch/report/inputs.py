@@ -39,9 +39,9 @@ _NULL, _FILLED, _NEW = "null", "filled", "new"
 class Inputs:
     """Counts of the values in the columns of a run's input.
 
-    `nulls` is {column: {"null": rows, "filled": rows}}, `values` is {column: {digest of a value:
-    rows}}. `values` has only columns whose type allows counting; of a column with many different
-    values it has only the common ones.
+    `nulls` is {column: {"null": rows, "filled": rows}}: the rows without and with a value. `values`
+    is {column: {digest of a value: rows}}. It lacks columns whose type cannot be counted. For a
+    column with many different values it has only the common values.
     """
 
     nulls: Mapping[str, Distribution] = field(default_factory=dict)
@@ -151,9 +151,9 @@ def _shift(
 ) -> Shift | None:
     """Return how columns changed, as a `Shift`; None if the change is small or may be chance.
 
-    `shares` is {column: (usual share, share now)}, `chances` has for each column the probability of
-    its change by chance. `least` is the smallest change of a share that counts, `runs` the number
-    of earlier runs.
+    `kind`, `before_key` and `runs` (the number of earlier runs) are fields of the shift. `shares`
+    is {column: (usual share, share now)}. `chances` has, for each column, the probability of its
+    change by chance. Changes of a share below `least` are small.
     """
     chance = min(1.0, min(chances, default=1.0) * len(chances))  # Bonferroni
     moved = max((abs(now - usual) for usual, now in shares.values()), default=0.0)

@@ -36,10 +36,11 @@ Cell = Annotated[tuple[int, ...], Field(min_length=4, max_length=4)]
 class StageStats(StrictRecord):
     """The work of one stage over the whole run; unknown values are None.
 
-    `seconds` are summed over its tasks, and `rows_per_s` is `rows` divided by them: the rate of one
-    task. `balance` is the mean task time divided by the longest (1 is even). `mean_s` and
-    `slowest_s` are the mean and the longest task time. `busiest` is the rows of the busiest engine,
-    or for finish of the busiest node, divided by the mean; None for read and prepare.
+    `seconds` are summed over its tasks. `rows_per_s` is `rows` divided by `seconds`: the rate of
+    one task. `balance` is the mean task time divided by the longest (1 is even). `mean_s` and
+    `slowest_s` are the mean and the longest task time. `busiest` is the number of rows of the
+    busiest engine divided by the mean of all engines; for the finish stage it compares nodes in the
+    same way. It is None for read and prepare.
     """
 
     name: str
@@ -124,11 +125,13 @@ class Advice(StrictRecord):
 class ModelShare(StrictRecord):
     """A model of a cascade: its rows, tokens and cost (with the keys of `RunReport.cost`).
 
-    `asked` counts the rows sent to the model, `answered` those with its answer in the result, and
-    `failed` those in quarantine because they failed at this model. The last three counts are 0 for
-    the larger model. Some rows that the smaller model answered are sent to the larger model too, as
-    a check: `checked` counts those with an answer of both models, `agreed` those of `checked` with
-    two equal answers, and `unanswered` those that got no answer of the larger model.
+    `asked` counts the rows sent to the model, `answered` the rows with its answer in the result,
+    and `failed` the quarantined rows that failed at this model.
+
+    As a check, some rows that the smaller model answered are sent to the larger model too.
+    `checked` counts such rows with an answer of both models, and `agreed` those of them with equal
+    answers. `unanswered` counts such rows to which the larger model gave no answer. These three
+    counts are 0 for the larger model.
     """
 
     model: str

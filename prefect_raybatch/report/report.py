@@ -235,7 +235,10 @@ def _cut_off(tokens: Mapping[str, float]) -> str:
 
 
 def _changed_requests(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (name, value) of the numbers of deduplicated and truncated requests that are not 0."""
+    """Return how many requests were deduplicated or truncated, as (name, value) for the report.
+
+    A number that is 0 is left out.
+    """
     rows = []
     if duplicates := tokens.get("deduplicated", 0):
         rows.append(("Duplicate requests", f"{duplicates:,.0f}, inferred once per shard"))
@@ -265,7 +268,7 @@ def reuse_rows(reuse: Mapping[str, float]) -> list[tuple[str, str]]:
 def cost_rows(cost: Mapping[str, float], currency: str = "") -> list[tuple[str, str]]:
     """Return the cost and the savings of a run as (name, value); `cost` is `RunReport.cost`.
 
-    Without a price there are only GPU-hours, and for a run without GPUs nothing.
+    If no price is known, the list has only the GPU-hours. It is empty for a run without GPUs.
     """
     judge = ", without the judge" if "judge" in cost else ""
     names = {
@@ -524,7 +527,10 @@ def percent(share: float | None) -> str:
 
 
 def failure_table(failures: Mapping[str, int]) -> list[dict[str, str]]:
-    """Return one row per failure, the most common first; `failures` is `RunReport.failures`."""
+    """Return one row for each kind of failure: rows, stage, error and message.
+
+    The kind with most rows comes first. `failures` is `RunReport.failures`.
+    """
     rows = []
     for text, number in sorted(failures.items(), key=lambda item: -item[1]):
         key = FailureKey.parse(text)

@@ -43,20 +43,22 @@ LABELS_SHOWN = 8  # most common labels in the table of answers
 class HistoryLine:
     """A run of a job, as the page of its recent runs shows it; unknown values are None.
 
-    `run` is the run directory, "" for a run that Prefect scheduled and that never started. `began`
-    is in seconds since 1970. `committed` is the share of its shards that are committed, `good` and
-    `quarantined` are numbers of rows, `rate` is in rows/s. `seconds` is its working time, `elapsed`
-    the time of all attempts with start-up and waits. `answers` is the `answer_counts` of the run,
-    `shifts` its differences from earlier completed runs. `compared`: its answers were compared
-    with those of the newest earlier run that counts answers; `is_first`: it counts answers, and no
-    earlier completed run does.
+    `run` is the run directory; it is "" for a run that Prefect scheduled and that never started.
+    `began` is in seconds since 1970. `committed` is the share of the run's shards that are
+    committed. `good` and `quarantined` are numbers of rows, `rate` is in rows/s. `seconds` is the
+    working time, `elapsed` the time of all attempts with start-up and waits. `is_late`: it missed
+    its deadline.
 
-    `trouble` says why a run cannot be read, `failure` why its last attempt failed, and `command`
-    runs it again, once `first_step` is done ("": nothing to do). `undone` says which later step of
-    a complete run (such as publishing) was not done, and why; `under_way` says which process is
-    doing such a step now. `is_left`: it is incomplete, and no driver works on it. `is_late`: it
-    missed its deadline. `checked` is the smaller model of a cascade if some of its answers were
-    checked. `prompt_tokens` is the mean number of tokens of a prompt.
+    `answers` is the `answer_counts` of the run. `shifts` are the differences from earlier completed
+    runs. `compared`: the answers were compared with those of the newest earlier run that counts
+    answers. `is_first`: this run counts answers, and no earlier completed run does. `checked` is
+    the smaller model of a cascade if some of its answers were checked. `prompt_tokens` is the mean
+    number of tokens of a prompt.
+
+    `trouble` says why the run cannot be read, `failure` why its last attempt failed. `command` runs
+    it again. Before that, the user must do `first_step` ("": nothing). `undone` says which later
+    step of a complete run (such as publishing) was not done, and why. `under_way` says which
+    process is doing such a step now. `is_left`: the run is incomplete, and no driver works on it.
     """
 
     run_key: str
@@ -171,7 +173,7 @@ def _row(run: HistoryLine) -> dict[str, str]:
 def _e_values(run: HistoryLine, share: str) -> str:
     """Return a run's e-values (`quality/alarm.py`) of `share`, ACCURACY or AGREEMENT, as text.
 
-    Two e-values of ACCURACY are by golden rows and by the judge, in this order.
+    There may be two for ACCURACY: first the one from golden rows, then the one from the judge.
     """
     series = [one for one in run.series.values() if one.measure == share]
     found = [f"{one.short()} (alarm)" if one.rings else one.short() for one in series]
@@ -179,7 +181,10 @@ def _e_values(run: HistoryLine, share: str) -> str:
 
 
 def _shift_text(run: HistoryLine) -> str:
-    """Describe the shifts from earlier runs; say so if there are none, or no comparison."""
+    """Describe the shifts of a run's answers from earlier runs.
+
+    If there is no shift, or if the answers could not be compared, the text says so.
+    """
     if run.shifts:
         return "; ".join(map(short_text, run.shifts))
     if not run.answers:

@@ -57,9 +57,9 @@ class Series:
     """Numbers of each commit in the order in which they were added, for plots and rates.
 
     `prompt` and `output` are tokens. `seconds` is {stage: seconds}, NaN if a commit does not record
-    them. `started` and `ended` are in seconds since 1970, 0 if not recorded, and `timed` counts the
-    rows that were processed between them. `ended` is appended last, so its length is the number of
-    complete entries for readers in other threads.
+    them. `started` and `ended` are in seconds since 1970, 0 if not recorded. `timed` counts the
+    rows that were processed between `started` and `ended`. `ended` is appended last, so readers in
+    other threads take its length as the number of complete entries.
     """
 
     shard: array[float] = field(default_factory=lambda: array("d"))
@@ -220,14 +220,17 @@ class Tally:
         return len(_main({place: share.rows for place, share in self.by_engine.items()}))
 
     def roofline(self) -> dict[str, float]:
-        """Return the used and idle shares of the GPUs' capacity, {name: 0 to 1}; {} if unknown.
+        """Return how the GPUs' capacity was used, as {name: share, 0 to 1}; {} if unknown.
 
-        The time is from the first row in an engine to the last shard's end. "mfu" and "mbu" are the
-        shares of peak FLOPs and memory bandwidth that the computed tokens used
-        (`sizing/roofline.py`). "idle_rows", "idle_tail" and "idle_host" are the shares of time in
-        which a GPU was idle because its engine had no rows yet, had no rows left, or was busy in
-        Python; "idle_host" is known only if GPU utilization is. The capacity of a GPU is divided
-        among the engines that share it.
+        The time counted is from the first row in an engine to the last shard's end. If engines
+        share a GPU, its capacity is divided among them. The names are
+
+        - "mfu" and "mbu": shares of peak FLOPs and of peak memory bandwidth that the computed
+          tokens used (`sizing/roofline.py`);
+        - "idle_rows": share of the time in which a GPU was idle because its engine had no rows yet;
+        - "idle_tail": the same, because its engine had no rows left;
+        - "idle_host": the same, because its engine was busy in Python. It is left out if the GPUs'
+          utilization is unknown.
         """
         whole = self.stats
         up, peak_flops, peak_bytes = whole.up_s, whole.peak_flops, whole.peak_bytes
@@ -249,10 +252,11 @@ class Tally:
         return {name: round(value, 4) for name, value in shares.items()}
 
     def _ends_of_engines(self) -> tuple[float, float]:
-        """Return (seconds before the first shard, seconds after the last), summed over all engines.
+        """Return (idle seconds before the first shard, idle seconds after the last) of all engines.
 
-        They are counted from the first start, and to the last end, of any engine of the same
-        attempt.
+        Both are sums over the engines. An engine is idle from the moment when the first engine of
+        its attempt starts a shard until it starts one itself, and from its own last end until the
+        last engine of the attempt ends.
         """
         by_attempt: dict[str, list[ShardStats]] = {}
         for (attempt, _), share in self.by_engine.items():

@@ -86,7 +86,7 @@ def few_rows(rows: int, earlier: Sequence[int]) -> str | None:
 
 
 def _usually(runs: int, value: str) -> str:
-    """Return the end of a sentence: `value` is the usual one, by the last `runs` runs."""
+    """Return the end of a sentence: that `value` is the median of the last `runs` runs."""
     if runs == 1:
         return f"the completed run before has {value}"
     return f"the median of the last {runs} completed runs is {value}"

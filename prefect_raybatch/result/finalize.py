@@ -43,8 +43,9 @@ on workers, and return the parts in any order.
 class Result:
     """The files that finalize wrote (`parts`), and the sums over all commits (`tally`).
 
-    `layout` is the name of the table that says which shards are in which file. Without compaction
-    it is None, and `manifest` is the name of the table of pieces; else `manifest` is None.
+    With compaction, `layout` is the name of the table that says which shards are in which file, and
+    `manifest` is None. Without compaction, `manifest` is the name of the table of pieces, and
+    `layout` is None.
     """
 
     tally: Tally
@@ -58,7 +59,7 @@ def write_sequentially(
 ) -> Iterable[Part]:
     """Call `write` for one task after the other, in this process; return the files written.
 
-    A `PartWriters` function; it does not use `size`, the total bytes.
+    `size` is the total bytes of the files. It is not used here, but other `PartWriters` need it.
     """
     return map(write, tasks)
 
@@ -110,11 +111,12 @@ def finalize_committed(
     read_back: bool = False,
     writers: PartWriters = write_sequentially,
 ) -> list[Part]:
-    """Write the shards in `survey` of an incomplete run to files in `below`; return the files.
+    """Write the rows of an incomplete run's committed shards to files; return the files.
 
-    `below` is a folder, as a path in the run directory without a final "/". Other parameters are
-    those of `finalize`. Only files are written, no records, so the run is unchanged. The caller
-    must check that the files still exist once a record names them.
+    `survey` has the committed shards. The files are written to the folder `below`, a path in the
+    run directory without a final "/". Other parameters are those of `finalize`. No records are
+    written, so the state of the run is unchanged. If the caller later writes a record that names
+    the files, it must check then that they still exist.
 
     Raises `CorruptRun` for a faulty commit or piece, and if the run is completed meanwhile.
     """
@@ -142,7 +144,7 @@ class _Work:
 
     @property
     def noted_as(self) -> str | None:
-        """Return the name of the layout's table, to which the notes about written files refer.
+        """Return the name of the layout's table, which notes about written files contain.
 
         None for a partial result, for which no notes are written.
         """

@@ -44,8 +44,8 @@ class EncodedRows:
 class IntactShard:
     """A shard of which nothing is missing or changed: its commit and its rows.
 
-    `encoded_rows` has an item for each piece or, if they were read from the result's files, for
-    each kind that has rows.
+    If the rows were read from pieces, `encoded_rows` has an item for each piece. If they were read
+    from the result's files, it has an item for each kind of rows that the shard has.
     """
 
     commit: Commit
@@ -104,9 +104,10 @@ def _of_pieces(ledger: Ledger, commit: Commit) -> IntactShard:
 def _intact_shards(
     member: Member, shards: Shards, commits: Iterator[Commit], fault: FaultHandler
 ) -> Iterator[IntactShard]:
-    """Yield those of the shards in `commits` whose rows are all in intact result files.
+    """Yield the shards whose rows are all in intact result files.
 
-    `fault` is called with a message for each damaged file and each shard that is left out.
+    Only shards with one of the `commits` are considered. `fault` is called with a message for each
+    damaged file, and for each shard that is left out because of it.
     """
     rows = {kind: _Rows(numbered_rows(member, kind, fault)) for kind in KINDS}
     for commit in commits:

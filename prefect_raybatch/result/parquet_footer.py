@@ -75,8 +75,9 @@ def footer_at_end(stream: BinaryIO) -> ThriftFields:
 class GroupFigures:
     """The figures of a row group in a footer: its number of rows, and statistics of each column.
 
-    The dict of a column has its number of "values". It has also the number of "nulls" and the
-    bounds "min", "max", "old min" and "old max" (encoded, as bytes) that the footer has.
+    `columns` has a dict for each column. "values" is the number of its values. "nulls" (the number
+    of nulls) and the bounds "min", "max", "old min" and "old max" (encoded, as bytes) are there
+    only if the footer has them.
     """
 
     rows: int

@@ -53,9 +53,9 @@ class FileSeen(StrictRecord):
 class PartNote(StrictRecord):
     """A note that the file `part` of the result was written and verified.
 
-    `layout` is the name of the layout's table; `kind` and `index` are those of the file's
-    `PartSpan`. `file` identifies the file, and `sums` the file with its row checksums, at that
-    time.
+    `layout` is the name of the layout's table. `kind` and `index` say which `PartSpan` of the
+    layout the file is for. `file` is the identity of the file when it was verified; `sums` is that
+    of the file with its row checksums.
     """
 
     layout: str
@@ -76,7 +76,8 @@ class PartNote(StrictRecord):
 def unchanged_parts(store: Store, layout: str, spans: tuple[PartSpan, ...]) -> dict[str, Part]:
     """Return {path: part} of the files that were written, noted, and not changed since.
 
-    Only files in `spans` count, and readable notes of the layout whose table has the name `layout`.
+    `spans` are the files of the layout; `layout` is the name of its table. Notes about other files
+    or another layout do not count, and neither do unreadable notes.
     """
     names = [info.path for info in store.list(PART_NOTES) if PART_NOTE_NAME.match(info.path)]
     if not names:

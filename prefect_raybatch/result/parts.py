@@ -314,8 +314,8 @@ def _groups(
 ) -> Iterator[tuple[GroupFigures, pa.Table]]:
     """Yield each row group of a file with its figures in the footer, one group at a time.
 
-    `told` are the figures, which must be read first: pyarrow ends the process on some malformed
-    footers, for which `footer_figures` raises.
+    `told` are the figures from `footer_figures`. Read them before the file is opened by pyarrow:
+    `footer_figures` raises for malformed footers, on some of which pyarrow ends the process.
     """
     for group, figures in enumerate(told):
         yield figures, found.read_row_group(group, use_threads=False)
@@ -343,7 +343,8 @@ def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
 def _spare(local_path: str) -> Iterator[str]:
     """Within the `with` block, provide a second hard link to a local file; yield its path.
 
-    For a store that moves the file it is given instead of copying it.
+    Some stores move the file that they are given. With such a store, give it the link to keep the
+    file.
     """
     spare = f"{local_path}.spare"
     with local_disk():

@@ -167,11 +167,12 @@ def obsolete_notes(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
 
 
 def obsolete_answers(ledger: Ledger, plan: Plan) -> Iterator[FileInfo]:
-    """Yield the files in the folder of answers in row order that nothing reads any more.
+    """Yield the files of answers in row order that nothing reads any more.
 
-    Yields all of them for a finished run, else those that the run's record of these files does not
-    name. Yields nothing for an unfinished run without such a record, or if the plan has no
-    `increment`.
+    These are copies of raw answers, which an unfinished run reads. For a finished run, yields all
+    of them; else those that the record `by_row.json` does not name. Yields nothing for an
+    unfinished run without this record, or if the plan has no `increment` (the run looks up no
+    answers).
     """
     if plan.increment is None:
         return

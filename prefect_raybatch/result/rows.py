@@ -28,12 +28,12 @@ Rows = tuple[str, str, np.ndarray]  # data, quarantine or left out; the file; nu
 
 
 def rows_of_member(member: Member) -> Iterator[Rows]:
-    """Yield (kind, file, row numbers) of all rows of a run, in several arrays.
+    """Yield (kind, file, row numbers) of all rows of a run; together, the arrays have each row.
 
-    The kind is "data", "quarantine" or "left out". Only the column of row numbers is read from each
-    file, and no checksums are compared. Rows left out by postprocess, and all rows of a run without
-    compaction, are taken from the commits. Raises `CorruptRun`, which names the file, for a missing
-    or unreadable file.
+    The kind is "data", "quarantine" or "left out" (rows that postprocess left out). Only the column
+    of row numbers is read from each file, and no checksums are compared. Rows left out, and all
+    rows of a run without compaction, are taken from the commits. Raises `CorruptRun`, which names
+    the file, for a missing or unreadable file.
     """
     ledger, plan = member.ledger, member.plan
     shards, numbers = ledger.shards(plan), ledger.numbers(plan)
@@ -51,9 +51,9 @@ def rows_of_member(member: Member) -> Iterator[Rows]:
 
 
 def failed_numbers(member: Member) -> np.ndarray:
-    """Return the ascending numbers of a finished run's failed rows, as `rows_of_member` does.
+    """Return the ascending numbers of a finished run's failed rows.
 
-    No file of answered rows is read.
+    They are read as in `rows_of_member`, but no file of answered rows is read.
     """
     if _compact(member):
         failed = [_numbers_in(member, part) for part in _parts(member, "quarantine")]

@@ -20,8 +20,8 @@ ALL = 0xFF
 class SeenRows:
     """The set of rows seen so far, out of rows 0 to `rows` - 1.
 
-    `twice` has rows that were seen more than once: the first row of each span of them, for up to
-    `most` spans.
+    `twice` tells which rows were seen more than once. It has the first row of each span of
+    neighbouring such rows, for at most `most` spans.
     """
 
     def __init__(self, rows: int, most: int):

@@ -37,9 +37,10 @@ _NO_POSITIONS, _NO_STATS = Positions(), ShardStats()  # shared: many commits are
 
 @dataclass(frozen=True)
 class Survey:
-    """Sums over the commits in `listing`: of rows (`tally`), and of each shard's pieces (`sums`).
+    """Sums over the commits in `listing`.
 
-    `pieces` has all pieces in input order if they were requested, else it is [].
+    `tally` sums up all rows. `sums` has, for each shard, the rows and bytes of its pieces. `pieces`
+    has all pieces in input order if they were requested, else it is [].
     """
 
     listing: Listing

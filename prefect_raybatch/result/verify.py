@@ -124,9 +124,10 @@ def verify(store: Store) -> Verdict:
 
 
 def _check_unfinished(ledger: Ledger, plan: Plan, verdict: Verdict) -> None:
-    """Check what an unfinished run will read: its snapshot, answers by row and requests phase.
+    """Check what an unfinished run will read; add faults to `verdict`.
 
-    Faults are added to `verdict`.
+    This is the snapshot of its input, its stored answers in row order, and the run of its requests
+    phase, which answers the distinct requests.
     """
     try:
         check_snapshot(ledger, plan, partial(_fault, verdict))
@@ -158,9 +159,9 @@ def _commits(
 ) -> None:
     """Check each commit, and the pieces that it names; add counts and faults to `verdict`.
 
-    `pieces` is {path: size} of the existing pieces; those that commits name are removed from it. If
-    the result has all rows, pieces are not needed and `pieces` is None; then rows left out by
-    postprocess, which only commits record, are added to `seen`.
+    `pieces` is {path: size} of the existing pieces; those that commits name are removed from it. It
+    is None if the result's files have all rows, because no piece is needed then. If `seen` is
+    given, the rows left out by postprocess are added to it, as only commits record them.
     """
     left_out = LeftOutRows()
 

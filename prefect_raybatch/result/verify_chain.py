@@ -2,9 +2,11 @@
 
 Each run is verified by itself first. Then every input row of the first run must be found once: in
 the data of some run, among the rows that some run left out, or in a run's quarantine without being
-retried by another run. If the first run is a repaired one, the retries of the damaged runs count
-for rows that failed in the repaired run, which answered the others itself. Those that took none of
-these rows are left out.
+retried by another run.
+
+The first run may be a repaired one, which supersedes damaged runs. Rows that failed in it may have
+been retried by the retry runs of the damaged runs, so these count too, but only for such rows. A
+retry of a damaged run that took no such row is left out.
 """
 
 from __future__ import annotations
@@ -167,10 +169,11 @@ def _member(
     where: _Where,
     link: Link,
 ) -> None:
-    """Note in `where` the file of each row of a run, except of failed rows that are retried.
+    """Record in `where` which file each row of a run is in; add faults to the chain.
 
-    Count the latter in `link`. `taken` is {key of a retry run: row numbers that it retries}. Of a
-    damaged run's retry, only these rows are looked at and counted. Faults are added to the chain.
+    Failed rows that other runs retry are not recorded, but counted in `link`. `taken` is {key of a
+    retry run: row numbers that it retries}. For a retry run of a damaged run, only these rows are
+    recorded and counted.
     """
     chain = where.found
     children = [child.key for child in family.takers(member.key)]

@@ -25,10 +25,11 @@ TakeRows = Callable[[np.ndarray], None]
 
 
 def present(store: Store, folder: str, parts: Mapping[str, Part], fault: Fault) -> list[str]:
-    """Return the sorted paths of the files in `folder` that `parts` ({path: part}) names.
+    """Return the sorted paths of the files that the result should have in `folder` and has.
 
-    `fault` is called with a message for each named file that is missing, and for each file that is
-    not named although readers of the folder would read it.
+    `parts` is {path: part} of all files of the result. `fault` is called with a message for each of
+    these files that is missing. It is also called for each other file in the folder that readers of
+    the folder would read.
     """
     there = {info.path for info in store.list(folder)}
     named = {path: part for path, part in parts.items() if path.startswith(f"{folder}/")}
@@ -87,8 +88,8 @@ def check_file(store: Store, part: Part, row_number: str, take: TakeRows, fault:
 def _take_ascending(stream: BinaryIO, row_number: str, take: TakeRows) -> tuple[int, bool]:
     """Pass a file's row numbers to `take` in batches, as long as they are ascending and not null.
 
-    Returns (number of row numbers passed, whether the file has no others). The first batch with a
-    fault, and all after it, are not passed.
+    Stops before the first batch with a fault. Returns (how many row numbers were passed, whether
+    these are all).
     """
     taken, last = 0, None
     with pq.ParquetFile(stream, pre_buffer=False) as file:

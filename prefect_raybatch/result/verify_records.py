@@ -47,7 +47,8 @@ FILES_AT_ONCE = 4  # read concurrently
 def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
     """Call `fault` for each missing or changed table that the run's records name.
 
-    Also for a damaged layout record, and for a missing one that `_SUCCESS` (`success`) needs.
+    Calls it also if the layout record is damaged. The record may be missing, unless `_SUCCESS`
+    (`success`, None for an unfinished run) says that the result has a layout.
     """
     increment = increment_of(plan)
     names = set(plan.tables)
@@ -67,12 +68,12 @@ def check_tables(ledger: Ledger, plan: Plan, success: Success | None, fault: Fau
 
 
 def check_reports(ledger: Ledger, plan: Plan, success: Success | None, fault: Fault) -> None:
-    """Call `fault` if report.json or precision.json is missing or unreadable.
+    """Call `fault` for faults of report.json and precision.json.
 
-    Also if report.json and `_SUCCESS` (`success`) have different row counts. report.json is checked
-    only for a finished run. A missing precision.json is a fault only if the report has a decision
-    that it should record. report.json is needed by commands on a finished run, precision.json by
-    attempts, retries and later runs, which infer in the precision that it records.
+    A finished run needs report.json. It must be readable, and have the same row counts as
+    `_SUCCESS` (`success`, None for an unfinished run). precision.json records in which precision
+    the run infers; its later attempts and its retries, and later runs, infer in the same one. It
+    may be missing, unless the report says that the run decided on a precision.
     """
     report = None if success is None else _checked_report(ledger.store, success, fault)
     try:
@@ -85,9 +86,10 @@ def check_reports(ledger: Ledger, plan: Plan, success: Success | None, fault: Fa
 
 
 def decides_precision(plan: Plan) -> bool:
-    """Return whether a run decides on its model's precision, since it infers rows itself.
+    """Return whether a run decides on its model's precision.
 
-    A run that only looks up stored answers does not: they have the precision they were inferred in.
+    False if the run only looks up stored answers: these have the precision in which they were
+    inferred.
     """
     return not looks_up(plan)
 
@@ -138,10 +140,11 @@ class StoredAnswers:
 
 
 def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
-    """Check the raw answers that a run looks up or, once it is finished, keeps for later runs.
+    """Check the raw answers of a run.
 
-    In a cascade, these are the answers of its first model. A run that neither looks up answers nor
-    is a cascade has nothing to check.
+    An unfinished run looks them up; a finished run keeps them for later runs. In a cascade, they
+    are the answers of its first model. Nothing is checked for a run that neither looks up answers
+    nor is a cascade.
     """
     found = StoredAnswers()
     increment = increment_of(plan)
@@ -162,9 +165,10 @@ def check_answers(ledger: Ledger, plan: Plan, finished: bool) -> StoredAnswers:
 
 
 def requests_success(store: Store, increment: Increment) -> Success | None:
-    """Return the `_SUCCESS` of a run's requests phase or, in a cascade, of its first model.
+    """Return the `_SUCCESS` of a run's requests phase, which answers the distinct requests.
 
-    None if the run has neither, or if the record does not exist.
+    In a cascade, this is the `_SUCCESS` of its first model. None if the run has neither a requests
+    phase nor a cascade, or if the record does not exist.
     """
     if increment.asks is None:
         return None
@@ -219,10 +223,10 @@ def _fault_of(store: Store, path: str, sha256: str) -> str | None:
 def _check_requests_phase(
     store: Store, increment: Increment, finished: bool, stored: StoredAnswers
 ) -> None:
-    """Check the records of the requests phase or, in a cascade, of its first model.
+    """Check the records of a run's requests phase or, in a cascade, of its first model.
 
-    Also checks the result files of that phase that answers.json does not name. Faults are added to
-    `stored`. A phase that has not begun is no fault unless the run is finished.
+    Also checks the phase's result files, except those that answers.json names. Adds faults to
+    `stored`. If the run is not `finished`, the phase may not have begun; this is no fault.
     """
     ledger, plan = requests_ledger(store), Plan.from_bytes(dump(increment.asks))
 

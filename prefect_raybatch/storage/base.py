@@ -31,12 +31,14 @@ RACE_TRIES = 10  # of calls that fail only if a file is deleted at the same mome
 class FileInfo:
     """Identity of one version of a file.
 
-    `path` is relative to the store's root with "/" between parts; `size` is in bytes. A bucket sets
-    `etag` (without quotes), a local store `mtime_ns` (nanoseconds since 1970); the other is None.
-    `modified` (seconds since 1970, or None) is only for display and ages. A local store also sets
-    the file system's identity of the file (`device`, `inode`) and the time of its last change
-    (`ctime_ns`, which cannot be set). `modified`, `device`, `inode` and `ctime_ns` do not count in
-    `==`, because a new hard link or another mode changes `ctime_ns` too.
+    `path` is relative to the store's root with "/" between parts; `size` is in bytes. In a bucket,
+    `etag` (without quotes) is set and `mtime_ns` is None. In a local store, `mtime_ns` (nanoseconds
+    since 1970) is set and `etag` is None. `modified` (seconds since 1970, or None) is only for
+    display and ages. A local store also sets `device` and `inode`, by which the file system
+    identifies the file, and `ctime_ns`, the time of its last change, which no program can set.
+
+    `modified`, `device`, `inode` and `ctime_ns` do not count in `==`, because a new hard link or
+    another mode changes `ctime_ns` too.
     """
 
     path: str
@@ -93,7 +95,10 @@ class Store(ABC):
 
     @abstractmethod
     def stat(self, path: str) -> FileInfo:
-        """Return size and etag or mtime of a file. Raises FileNotFoundError, for a folder too."""
+        """Return size and etag or mtime of a file.
+
+        Raises FileNotFoundError if it does not exist or is a folder.
+        """
 
     def holds(self, path: str) -> bool:
         """Return whether the file exists now; the result for a folder is undefined."""
@@ -252,9 +257,9 @@ def in_batches(paths: Iterable[str], size: int) -> Iterator[list[str]]:
 
 @contextmanager
 def reading_local_file(place: str | os.PathLike[str]) -> Iterator[None]:
-    """Within the block, which reads a local file to store it, convert read errors to StoreError.
+    """Convert errors of reading a local file, which is to be stored, to StoreError.
 
-    A missing file stays FileNotFoundError.
+    This applies within the `with` block. A missing file stays FileNotFoundError.
     """
     try:
         yield
@@ -277,7 +282,7 @@ def not_found(uri: str) -> FileNotFoundError:
 
 
 def too_large(uri: str, size: int, max_bytes: int) -> CorruptRun:
-    """Return the error for a file of `size` bytes, more than the `max_bytes` that are read."""
+    """Return the error for a file of `size` bytes, if at most `max_bytes` may be read."""
     return CorruptRun(f"{uri} has {size} bytes, and at most {max_bytes} are read")
 
 

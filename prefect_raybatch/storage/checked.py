@@ -46,10 +46,11 @@ _lock = Lock()
 
 
 def block_sums(store: Store, path: str, sha256: str) -> BlockSums:
-    """Return the checksums of a file's blocks; reads the whole file, once for each version of it.
+    """Return the checksums of a file's blocks.
 
-    `sha256` is the recorded hash, or its first SHORT_HASH digits. Raises `CorruptRun` if the file
-    is missing or has another hash.
+    The first call for a version of the file reads all of it; later calls in this process return the
+    same checksums. `sha256` is the recorded hash, or its first SHORT_HASH digits. Raises
+    `CorruptRun` if the file is missing or has another hash.
     """
     try:
         info = store.stat(path)

@@ -82,8 +82,9 @@ def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
 def allowed(address: str, allow_private: bool) -> bool:
     """Return whether an address may be contacted.
 
-    Public addresses may be contacted, and private ones if `allow_private`. Never allowed are those
-    of `_never`, such as a cloud's metadata service, which hands out the machine's credentials.
+    Public addresses may be contacted; with `allow_private`, private ones too. The addresses for
+    which `_never` returns True are never allowed, such as a cloud's metadata service, which hands
+    out the machine's credentials.
     """
     inner = innermost(ipaddress.ip_address(address.partition("%")[0]))
     if _never(inner) or any(_never(one) for one in carried(inner)):
@@ -149,8 +150,9 @@ def shown_url(url: str) -> str:
 def resolved(parts: SplitResult, until: float, allow_private: bool, remedy: str) -> str:
     """Look up the host of a URL; return the address to contact.
 
-    Raise UrlRefused, with `remedy`, unless every address of the host is allowed, and HostAway if
-    the lookup fails or takes beyond `until` (monotonic seconds).
+    Raises UrlRefused if an address of the host is not allowed; `remedy` ends its message. Raises it
+    also if the host does not exist or has an invalid name. Raises HostAway if the lookup fails, or
+    is not finished at the time `until` (monotonic seconds).
     """
     host, where = parts.hostname or "", shown_url(parts.geturl())
     port = parts.port or PORTS[parts.scheme]
@@ -195,9 +197,9 @@ def connection(
 ) -> http.client.HTTPConnection:
     """Return a connection to `address`, with the host name of the URL in TLS and in the request.
 
-    `seconds` is its timeout. When it connects, it adds a duplicate of its socket to `handles`, so
-    that `cut_sockets` can end the transfer: the socket itself then belongs to TLS and to the
-    response.
+    `seconds` is its timeout. When it connects, it adds a duplicate of its socket to `handles`. With
+    the duplicate, `cut_sockets` can end the transfer; the socket itself cannot be reached then, as
+    TLS or the response has taken it over.
     """
     host = parts.hostname or ""
     port = parts.port or PORTS[parts.scheme]

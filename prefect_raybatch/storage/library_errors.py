@@ -14,9 +14,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _status(numbers: str) -> str:
-    """Return a regex that finds HTTP statuses (`401|403`) where the text around marks them as such.
+    """Return a regex that finds these HTTP statuses in a message; `numbers` is e.g. `401|403`.
 
-    A path, a port or a duration ("in 401.0629ms") may contain the same numbers.
+    A status is only found beside words such as "HTTP" or "error": a path, a port or a duration ("in
+    401.0629ms") may contain the same numbers.
     """
     before = (
         r"\b(?:\w*(?:status|code|error|response)|http(?:/[\d.]+)?|occurred|returned|responded with)"
@@ -74,8 +75,9 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
 def ca_file_problem(*settings: tuple[str, object]) -> str:
     """Return the setting whose file of CA certificates cannot be loaded, and why; "" if none.
 
-    `settings` are (name, value) in the order in which the client looks; only the first value that
-    is set counts. A client reports such a file as if the server did not answer.
+    `settings` are (name, value) in the order in which the client looks. Only the first with a value
+    is checked. The check is necessary because, with such a file, a client fails as if the server
+    did not answer.
     """
     name, path = next(((name, value) for name, value in settings if value), ("", None))
     if not isinstance(path, str) or os.path.isdir(path):

@@ -73,8 +73,9 @@ class LocalStore(Store):
     ) -> Iterator[FileInfo]:
         """Yield the files of `folder`, sorted by path as S3 does.
 
-        A link to a folder is yielded as a file. If links are followed, it is entered instead,
-        unless it leads to a folder in `above`: the (device, inode) of each folder on the way here.
+        A link to a folder is yielded as a file. If the store follows links, it is entered instead.
+        `above` has the (device, inode) of each folder on the way here; a folder that is among them
+        is not entered again.
         """
         place = os.path.join(self.uri, folder)
         try:
@@ -105,7 +106,10 @@ class LocalStore(Store):
         return entry.is_dir(follow_symlinks=self.links)
 
     def _refuse_link(self, folder: str) -> None:
-        """Raise StoreError if `folder`, relative to the root, is or lies in a link below `top`."""
+        """Raise StoreError if `folder` is a link, or lies in one.
+
+        `folder` is relative to the root. Only links below `top` count.
+        """
         place = self.top
         below = os.path.relpath(os.path.join(self.uri, folder), self.top)
         for part in below.split("/"):
@@ -176,8 +180,9 @@ class LocalStore(Store):
     ) -> None:
         """Make a local file appear at `path` by `show(file, target)`, which renames or links it.
 
-        Where the file system refuses that (across file systems, without permission or without hard
-        links), `show` gets a copy beside `target` instead. Other errors are raised.
+        The file system may refuse that across file systems, without permission or without hard
+        links. Then the file is copied beside the target, and `show` gets the copy. Other errors are
+        raised.
         """
         source = os.fspath(local_path)
 
@@ -300,9 +305,9 @@ def _open_without_waiting(place: str, flags: int) -> int:
 
 
 def _raise_unless_absent(error: OSError) -> None:
-    """Raise an error of `os.walk`, as its `onerror`, unless the folder is gone.
+    """Raise an error that `os.walk` passes to its `onerror`; ignore it if the folder is gone.
 
-    Without a handler, `os.walk` silently leaves out folders that it cannot read.
+    Without this function, `os.walk` silently leaves out folders that it cannot read.
     """
     with suppress(FileNotFoundError), _os_errors(str(error.filename)):
         raise error

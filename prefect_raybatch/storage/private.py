@@ -31,7 +31,8 @@ def private_folders(prefix: str) -> Iterator[Path]:
 def make_private_folder(prefix: str) -> Path:
     """Return a temporary folder that only this user can enter, creating it if there is none.
 
-    All processes of the user share it, unless two create theirs at the same moment.
+    All processes of the user share it. Two processes that create it at the same moment get a folder
+    each.
     """
     for path in private_folders(prefix):
         return path

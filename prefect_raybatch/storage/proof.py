@@ -1,7 +1,8 @@
 """Verifies that a store kept what it was sent: status 200 only says that it answered.
 
-Compares size and ETag if the ETag is the MD5 of the bytes, as after a single PUT without SSE-KMS or
-SSE-C. Otherwise (multipart ETags `-N`, those encryptions, a disk) it reads the file back.
+Compares the size and, where it can, the ETag: after a single PUT without SSE-KMS or SSE-C, it is
+the MD5 of the bytes. In all other cases, such as a multipart upload (ETag `...-N`) or a local disk,
+it reads the file back.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def put_proved(store: Store, path: str, data: bytes) -> FileInfo:
 def put_same_proved(store: Store, path: str, data: bytes) -> FileInfo:
     """Write a file whose name identifies its content, and check it as `put_proved` does.
 
-    An existing file with this content is not written again, because others may be reading it and a
-    new upload could be damaged.
+    If the file exists with this content, it is not written again: others may be reading it, and a
+    new upload could get damaged.
     """
     sums = Sums.of(data)
     for _ in range(2):
@@ -108,7 +109,7 @@ def put_file_proved(
 ) -> FileInfo:
     """Store a local file with checksums `sums`, and check it as `put_proved` does.
 
-    There is only one attempt if the store moves the local file.
+    If the store moves the local file, there is only one attempt.
     """
 
     def put() -> object:
@@ -126,8 +127,8 @@ def _proved(
 ) -> FileInfo:
     """Call `put`, which writes the file, until the file has checksums `sums`; return its info.
 
-    Raises BadUpload after PROBE_TRIES calls, or earlier if `again` returns False, which means that
-    `put` cannot be called once more.
+    `again` returns whether `put` can be called once more. Raises BadUpload after PROBE_TRIES calls,
+    or earlier if `again` returns False.
     """
     for _ in range(PROBE_TRIES):
         put()

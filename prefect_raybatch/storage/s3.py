@@ -198,9 +198,9 @@ class S3Store(BucketStore):
     ) -> Any:
         """Run one client operation, repeated until answered; return the response with `Body` read.
 
-        A body of more than `max_bytes` is left unread (None). Returns None for HTTP status
-        `accept`; any other failure raises what `Answer.error` returns. An exception of
-        `check(response)` counts as a failure of the call.
+        `Body` is None if it has more than `max_bytes` bytes. If `check(response)` raises an
+        exception, this counts as a failure of the call. Returns None if the call fails with HTTP
+        status `accept`. For any other failure, raises the error that `Answer.error` returns.
         """
         arguments["Bucket"] = self._bucket
         if key is not None:
@@ -219,8 +219,8 @@ class S3Store(BucketStore):
     ) -> Any:
         """Call `send` until it is answered, with growing random pauses; return the response.
 
-        The other arguments, the None for `accept` and the errors are those of `_call`. Gives up
-        after `retry_seconds`, but not before MIN_TRIES tries. Renews expired credentials once.
+        Gives up after `retry_seconds`, but not before MIN_TRIES tries. Renews expired credentials
+        once. `accept`, `check` and the errors are as in `_call`.
         """
         began, silence = time.monotonic(), self.connection.silence
         deadline, place = began + self.retry_seconds, f"s3://{self._bucket}/{key or self._prefix}"

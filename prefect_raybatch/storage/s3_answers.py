@@ -70,9 +70,9 @@ class Answer(NamedTuple):
     def worth_retrying(self) -> bool:
         """Return whether the call may succeed if it is repeated.
 
-        A call is worth retrying without an answer, and after an unknown code, a conflict,
-        throttling, a server error, or a body changed in transit; also after NoSuchUpload, which
-        says that an earlier try completed the upload, but its answer was lost.
+        True if there was no answer, and after an unknown code, a conflict, throttling, a server
+        error, or a body changed in transit. True also for NoSuchUpload: an earlier try may have
+        completed the upload, but its answer was lost.
         """
         codes = ("RequestTimeout", "NoSuchUpload", "SlowDown", *CHANGED)
         if self.refused_in_batch or self.code in codes:

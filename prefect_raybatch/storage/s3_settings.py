@@ -14,7 +14,7 @@ from prefect_raybatch.spec.options import StoreOptions
 class S3Settings:
     """Endpoint, region and credentials.
 
-    `key` is None if the client must look up the credentials itself, because it then also renews the
+    If `key` is None, the client must look up the credentials itself: only then does it renew the
     temporary credentials of a role. `anon`: requests are not signed.
     """
 

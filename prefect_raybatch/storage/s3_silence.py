@@ -29,9 +29,9 @@ class Silence:
     def warn(self, place: str, endpoint: str, began: float, deadline: float, message: str) -> None:
         """Log that a call has had no valid answer for WARN_AFTER seconds or more.
 
-        Does nothing before that, and within WARN_EVERY seconds of the last warning. The call began
-        at `began` and gives up at `deadline` (monotonic seconds). `message` is the last answer or
-        error.
+        Does nothing if the call has not taken that long yet, or if the last warning is less than
+        WARN_EVERY seconds ago. The call began at `began` and gives up at `deadline` (monotonic
+        seconds). `message` is the last answer or error.
         """
         now = time.monotonic()
         if now - began < WARN_AFTER or now - self._warned < WARN_EVERY:
@@ -52,8 +52,8 @@ class Silence:
     ) -> Callable[[Any], Awaitable[Any]]:
         """Return `send`, extended to call `warn` if the connection's first answer is late.
 
-        A host that drops packets blocks a call for half a minute. Later calls may legitimately take
-        long.
+        This is needed because a host that drops packets blocks a call for half a minute. After the
+        first answer, calls are not watched, as they may have good reasons to take long.
         """
 
         async def sent(fs: object) -> Any:

@@ -61,9 +61,10 @@ def _scheme(uri: str) -> str:
 
 
 def normalize(uri: str) -> str:
-    """Return the URI of a bucket or an absolute local path, without a trailing slash.
+    """Return the one form of a URI or path in which this package compares locations.
 
-    Raises ConfigError for an unsupported scheme.
+    This is the URI of a bucket, or an absolute local path, without a trailing slash. Raises
+    ConfigError for an unsupported scheme.
     """
     scheme = _scheme(uri)
     rest = uri[len(scheme) + 3 :] if scheme else uri

@@ -220,7 +220,10 @@ class _Download:
         self._end()
 
     def _ask(self) -> http.client.HTTPResponse:
-        """Send a GET, following redirects; return a response at the first byte not yet stored."""
+        """Send a GET that asks for the bytes not yet stored; return its response.
+
+        Follows redirects. The response's first unread byte is the first one that is not stored.
+        """
         url, headers = self._url, self._headers
         for _ in range(MOST_REDIRECTS + 1):
             answer = self._get(url, headers)

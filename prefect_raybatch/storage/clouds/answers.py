@@ -103,7 +103,10 @@ class CloudAnswer(NamedTuple):
 
 
 def _swapped(place: str) -> str:
-    """Return a hint that an Azure URI may swap container and account; "" if that is impossible."""
+    """Return a sentence for an error: container and account may be swapped in the URI `place`.
+
+    Returns "" if `place` is no Azure URI with an account, or if both have the same name.
+    """
     named = _NAMES.match(place)
     if named is None or named[1] == named[2]:
         return ""

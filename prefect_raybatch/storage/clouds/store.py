@@ -235,10 +235,10 @@ class CloudStore(BucketStore):
     ) -> Any:
         """Call `send(client)`, and again after growing random pauses, until it is answered.
 
-        Gives up after `retry_seconds`, but not before MIN_TRIES tries; without credentials, right
-        after MIN_TRIES. One try may take ANSWER_SECONDS + `extra_seconds`. With `conditional`,
-        returns None if the condition of the request does not hold. Any other failure raises what
-        `CloudAnswer.error` returns.
+        One try may take ANSWER_SECONDS + `extra_seconds`. Makes at least MIN_TRIES tries, and then
+        gives up after `retry_seconds`, or at once if there are no credentials. With `conditional`,
+        returns None if the condition of the request does not hold. For any other failure, raises
+        the error that `CloudAnswer.error` returns.
         """
         began, tries, pause = time.monotonic(), 0, bucket.FIRST_PAUSE
         link, place = self.connection, self._place(path)
