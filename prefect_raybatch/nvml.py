@@ -26,9 +26,9 @@ class Gpu:
 
 
 def gpus_here() -> tuple[list[Gpu], str]:
-    """Return (GPUs that the driver lists, fault).
+    """Return (GPUs that the driver lists, why there are none).
 
-    The fault says why the list is empty; "" if it is not, or if there is no NVIDIA driver.
+    The second value is "" if there are GPUs, or if there is no NVIDIA driver.
     """
     try:
         return within(DRIVER_SECONDS, _ask)
@@ -61,10 +61,10 @@ def _ask() -> tuple[list[Gpu], str]:
 
 
 class GpuSampler:
-    """Samples the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor; all if it is unset.
+    """Samples the GPUs in CUDA_VISIBLE_DEVICES, which Ray sets for each actor.
 
-    Calling it returns {"gpu": mean utilization of these GPUs (0 to 1), "gpu_memory": GiB used on
-    the fullest}; {} if unknown.
+    If the variable is not set, samples all GPUs. Calling it returns {"gpu": mean utilization of
+    these GPUs (0 to 1), "gpu_memory": GiB used on the fullest}; {} if unknown.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,10 @@ class FinishedRows:
         return rows_of_result(*self._opened(options), "quarantine")
 
     def to_arrow(self, options: Options = None, *, quarantine: bool = False) -> pyarrow.Table:
-        """Return the answered rows as a pyarrow Table, in memory."""
+        """Return the answered rows, or with `quarantine` the failed ones, as a pyarrow Table.
+
+        The whole table is in memory.
+        """
         return self._rows(options, quarantine).to_table()
 
     def to_pandas(self, options: Options = None, *, quarantine: bool = False) -> pandas.DataFrame:
@@ -75,7 +78,10 @@ class FinishedRows:
     def to_duckdb(
         self, options: Options = None, *, quarantine: bool = False
     ) -> duckdb.DuckDBPyRelation:
-        """Return the answered rows as a relation of DuckDB's default connection; needs duckdb."""
+        """Return the answered rows, or with `quarantine` the failed ones, as a DuckDB relation.
+
+        It belongs to DuckDB's default connection. Raises `ConfigError` if duckdb is not installed.
+        """
         try:
             import duckdb
         except ImportError:
@@ -83,7 +89,10 @@ class FinishedRows:
         return duckdb.from_arrow(self._rows(options, quarantine))
 
     def to_ray(self, options: Options = None, *, quarantine: bool = False) -> ray.data.Dataset:
-        """Return the answered rows as a Ray dataset, read by Ray's workers."""
+        """Return the answered rows, or with `quarantine` the failed ones, as a Ray dataset.
+
+        Ray's workers read it.
+        """
         import ray.data
 
         store, success = self._opened(options)

@@ -205,7 +205,10 @@ def record_unplanned(
 
 
 def secrets_of(job: BatchJob) -> list[str]:
-    """Return the secret texts in a job, from 4 characters on, the longest first, for masking."""
+    """Return the secret texts in a job, which must be masked; the longest first.
+
+    Texts of fewer than 4 characters are left out.
+    """
     secrets: set[str] = set()
     _collect(job.to_dict(), job.model_dump(mode="json", by_alias=True), secrets)
     return sorted(secrets, key=len, reverse=True)

@@ -120,8 +120,8 @@ def _send_engine(engine: Engine, value: dict[str, Any], group: str, nodes: str) 
 
     They are added to `value`, the fields of the engine that are sent to the cluster. Raises
     `ConfigError` if a value in `engine.env`, an engine argument or the key itself may be a secret.
-    The message names the field, which is below `group` (`engine`, `output.escalate.to`). It ends
-    with `nodes`, the place to set the value instead: "in the environment of the cluster's nodes".
+    The message names the field, which is below `group` (`engine`, `output.escalate.to`). It also
+    says where to set the value instead: `nodes`, e.g. "in the environment of the cluster's nodes".
     """
     shown = {"url": hide_endpoint(engine.endpoint.url)}
     _refuse(f"{group}.endpoint", shown, "Use a server that takes its key from endpoint.key")

@@ -218,8 +218,8 @@ def quality_shown(uri: str, options: StoreOptions | None, quiet: bool) -> Iterat
 def unusual_of(job: BatchJob, report: RunReport) -> list[str]:
     """Return lines on what is unusual about a complete run, compared with the job's earlier runs.
 
-    Returns [] on an error, because the run itself is complete, and if output.uri is not local:
-    reading the records of many runs there would take long.
+    Returns [] if output.uri is not local, because reading the records of many runs there would take
+    long. Returns [] also after an error, because the run itself is complete.
     """
     output, limited = job.output, job.source.most_rows is not None
     if is_remote(output.uri):

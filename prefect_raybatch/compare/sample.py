@@ -89,8 +89,8 @@ def draw(report: RunReport, plan: Plan, options: Mapping[str, Any] | None, rows:
 def compared_columns(names: Iterable[str], finish: FinishSpec, kept: Iterable[str]) -> list[str]:
     """Return the columns among `names` whose values are compared: the answers.
 
-    Leaves out the input columns `kept` in the result, and details such as token counts or
-    reasoning.
+    `kept` are the input columns that the result has. These are left out, and so are details such as
+    token counts or reasoning.
     """
     parsing = finish.parsing
     details = {finish.row_number, *finish.extras, PROBABILITIES, LOGPROBS}

@@ -134,7 +134,7 @@ def _image(plots: dict[str, Plot]) -> str | None:
 
 
 def picture_of(names: Sequence[str], plots: Sequence[Plot]) -> str:
-    """Return plots, one below the other, as one SVG; `names` are their keys in `NAMES`."""
+    """Return plots, one below the other, as one SVG; `names` are the plots' keys in `NAMES`."""
     from prefect_raybatch.report import drawing
 
     return drawing.svg(", ".join(NAMES[name] for name in names), plots)

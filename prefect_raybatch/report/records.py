@@ -102,7 +102,7 @@ class Charts(StrictRecord):
 
 @dataclass(frozen=True)
 class StartTimes(StrictRecord):
-    """The time that an attempt took to start: `seconds` is {phase: seconds} until its first commit.
+    """The time from the start of an attempt to its first commit, as {phase: seconds}.
 
     Phases of engines are those of the slowest engine.
     """

@@ -53,7 +53,8 @@ def outcome_text(
 def verdict_of(report: RunReport, remarks: Sequence[str] = (), seconds: float = 0.0) -> str:
     """Describe the outcome of the completed run of a report; see `outcome_text`.
 
-    `seconds` is its elapsed time, 0 if unknown; the report's time is used if it is longer.
+    `seconds` is the run's elapsed time, 0 if unknown. If the report has a longer time, that is
+    shown.
     """
     seconds = max(report.elapsed, report.seconds, seconds)
     cost = report.cost.get("total")

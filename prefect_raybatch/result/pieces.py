@@ -1,4 +1,4 @@
-"""Checks commits, and reads the pieces that they name, checking them."""
+"""Checks commits; reads the pieces that commits name, and checks these too."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from prefect_raybatch.storage.parquet import parquet_table
 def check_commit(commit: Commit, rows: int) -> None:
     """Raise `CorruptRun` unless the commit has each position from 0 to `rows` - 1 exactly once.
 
-    Its data pieces must have its good positions, its quarantine pieces its failed ones. The message
-    names the shard.
+    Raise it also unless the data pieces have exactly the positions of good rows, and the quarantine
+    pieces those of failed rows. The message names the shard.
     """
     held = disjoint((commit.good, commit.failed, commit.skipped))
     if held != Positions.spans((0, rows)):

@@ -94,11 +94,11 @@ def open_store(uri: str, options: StoreOptions | None = None, links: bool = Fals
 
 
 def arrow_filesystem(store: Store) -> tuple[FileSystem, str]:
-    """Return (pyarrow file system, path of the store's root in it), to read whole tables.
+    """Return a pyarrow file system that reads whole tables, and the path of the store's root in it.
 
-    pyarrow reads with its own threads, which must not call back into Python (see `Store.open`). So
-    this does not wrap the store, but configures pyarrow's own client with the same options. Does
-    not connect yet. Raises ConfigError for a store of Google Cloud or Azure, and for a missing AWS
+    It does not read through the store: pyarrow reads with its own threads, which must not call back
+    into Python (see `Store.open`). Instead, pyarrow's own client gets the store's options. Does not
+    connect yet. Raises ConfigError for a store of Google Cloud or Azure, and for a missing AWS
     profile.
     """
     from pyarrow import fs

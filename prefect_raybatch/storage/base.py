@@ -52,13 +52,15 @@ class FileInfo:
 
 
 class Store(ABC):
-    """Files under one root URI. Safe for threads and forks; pickles without its connection.
+    """Files under one root URI.
 
-    `uri` is the normalized root. `retry_seconds` (default 60) bounds how long one call retries a
-    remote store that does not answer; a local store ignores it. Options with secrets are part of
-    the pickle, but of no repr, str or error message. Paths are relative to the root and must stay
-    inside it (else ConfigError). Every call can raise StoreError (permission, missing bucket, full
-    disk) or StoreUnavailable (no answer within `retry_seconds`).
+    `uri` is the normalized root. Paths are relative to the root and must stay inside it (else
+    ConfigError). `retry_seconds` (default 60) bounds how long one call retries a remote store that
+    does not answer; a local store ignores it. Every call can raise StoreError (permission, missing
+    bucket, full disk) or StoreUnavailable (no answer within `retry_seconds`).
+
+    A store is safe for threads and forks. It can be pickled, without its connection. The pickle has
+    the options, secrets included; no repr, str or error message shows them.
     """
 
     uri: str
@@ -74,7 +76,8 @@ class Store(ABC):
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         """Return the content of a file.
 
-        Raises FileNotFoundError, and CorruptRun for more than `max_bytes` bytes.
+        Raises FileNotFoundError if it is missing, and CorruptRun if it has more than `max_bytes`
+        bytes.
         """
 
     @abstractmethod
@@ -294,7 +297,7 @@ def header_time(date: str | None) -> float | None:
 
 
 class SeekableReader(io.RawIOBase):
-    """A raw seekable file; a subclass supplies its bytes by `read_at`, and its `size`."""
+    """A raw seekable file; a subclass defines its `size` and `read_at`, which returns its bytes."""
 
     def __init__(self) -> None:
         self._position = 0

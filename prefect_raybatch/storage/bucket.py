@@ -121,7 +121,10 @@ class BucketStore(Store):
 
     @abstractmethod
     def _range(self, info: FileInfo, start: int, stop: int) -> bytes | None:
-        """Return bytes [start, stop) of the object of `info`, or None if its ETag has changed."""
+        """Return bytes [start, stop) of the object that `info` describes.
+
+        Return None if the object's ETag has changed.
+        """
 
 
 def part_size(size: int) -> int:

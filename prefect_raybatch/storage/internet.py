@@ -53,11 +53,11 @@ class HostAway(Exception):
 
 
 def checked_url(url: str, allow_private: bool, setting: str) -> SplitResult:
-    """Return the parts of a URL; raise UrlRefused for a URL that is not fetched.
+    """Return the parts of a URL; raise UrlRefused if it must not be fetched.
 
-    Refused are invalid URLs, schemes other than http and https, URLs with a user or a password and,
-    unless `allow_private`, ports other than 80 and 443. `setting` is the name of the job field that
-    holds `allow_private`, for messages.
+    Raises UrlRefused for an invalid URL, a scheme other than http and https, and a URL with a user
+    or a password. Unless `allow_private`, raises it also for a port other than 80 and 443.
+    `setting` is the name of the job field that holds `allow_private`, for messages.
     """
     try:
         parts = urlsplit(url)

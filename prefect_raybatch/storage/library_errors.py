@@ -97,8 +97,12 @@ def ca_file_problem(*settings: tuple[str, object]) -> str:
 def failure_in(error: BaseException) -> LibraryFailure | None:
     """Classify a library's error by its class and text; return None if it fits no category.
 
-    "denied": credentials or permissions, "no bucket": it does not exist, "gone": the file or table
-    does not exist, "away": no answer from the server for now.
+    The categories are
+
+    - "denied": credentials or permissions are missing,
+    - "no bucket": the bucket does not exist,
+    - "gone": the file or table does not exist,
+    - "away": the server does not answer for now.
     """
     text = f"{type(error).__name__}: {text_of(error)}"
     if _DENIED.search(text):

@@ -301,9 +301,9 @@ def upload(source: str, target: str, part_bytes: int) -> Send:
 def _raise_partial(found: Mapping[str, Any], operation: str) -> None:
     """Raise ClientError for the first key that a batch deletion could not delete.
 
-    It is necessary because the answer to a batch has status 200 even if keys failed. The error has
-    the status that fits the key's error code, or 200 if the code is unknown. The caller repeats the
-    batch in the latter case too, since deleting twice does no harm.
+    Without this, a caller would not notice: the answer to a batch has status 200 even if keys
+    failed. The error has the status that fits the key's error code, or 200 if the code is unknown.
+    The caller repeats the batch in the latter case too, since deleting twice does no harm.
     """
     from botocore.exceptions import ClientError
 

@@ -39,8 +39,9 @@ def contains(outer_uri: str, inner_uri: str) -> bool:
 def split_glob(uri: str) -> tuple[str, str | None]:
     """Return a root without wildcards and the pattern below it.
 
-    `s3://b/data/2024-*/x.parquet` gives `("s3://b/data", "2024-*/x.parquet")`; a URI without `*`,
-    `?` or `[` gives itself, normalized, and None. Raises ConfigError for a wildcard in the bucket.
+    `s3://b/data/2024-*/x.parquet` gives `("s3://b/data", "2024-*/x.parquet")`. For a URI without
+    `*`, `?` or `[`, returns (normalized URI, None). Raises ConfigError for a wildcard in the
+    bucket.
     """
     wildcard = _WILDCARD.search(uri)
     if wildcard is None:
