@@ -253,9 +253,10 @@ def error_class(name: str) -> type[RayBatchError] | None:
 
 
 def first_step(name: str) -> str:
-    """Return what to do before a job that failed with the error class `name` runs again.
+    """Return what the user must do before a job that failed may run again, e.g. "fix the cause".
 
-    For example "fix the cause"; "" if it can run as it is, or for a class of another package.
+    `name` is the class of the error. Returns "" if the job can run again as it is, and for a class
+    of another package.
     """
     error = error_class(name)
     if error is None or error.transient:

@@ -243,9 +243,11 @@ def plan_run(
     """Write the plan of the run, or adopt the plan that exists; return the run.
 
     `dataset` replaces the job's source files. `accept` names fields in which the job may differ
-    from the existing plan; the run records that the user accepted these differences. Raises
-    `ConfigError`, `SourceError`, `PlanMismatch` or `UnsafeStore`, which no retry can fix, and
-    errors that one may, such as `StoreUnavailable` or `HubUnavailable` (`is_transient`).
+    from the existing plan; the run records that the user accepted these differences.
+
+    Raises `ConfigError`, `SourceError`, `PlanMismatch` or `UnsafeStore`: no retry can fix these.
+    May also raise errors for which a retry can help (`is_transient`), such as `StoreUnavailable` or
+    `HubUnavailable`.
     """
     resolved = resolve(job)
     job = resolved.job
@@ -261,12 +263,12 @@ def plan_run(
 
 
 def precheck(job: BatchJob | Resolved, store: Store, accept: Sequence[str] = ()) -> Resolved:
-    """Check everything about a job that takes at most a second; return the resolved job.
+    """Make all checks of a job that take at most a second; return the resolved job.
 
-    This lets a wrong job fail before anything starts. If the run directory `store` has a plan, the
-    job is compared with it, except for the fields in `accept`; else a sample of the input is read.
-    The returned job contains the text of the files that it names, and the exact version of its
-    model if that needs no network.
+    So a wrong job fails before anything starts. If the run directory `store` has a plan, the job is
+    compared with it, except for the fields in `accept`; else a sample of the input is read. The
+    returned job contains the text of the files that it names, and the exact version of its model if
+    that needs no network.
     """
     return precheck_resolved(resolve(job), store, accept)
 
@@ -448,14 +450,15 @@ def finalize_partial(
 ) -> RunReport:
     """Write the committed rows of an incomplete run to a folder in `run_dir`; return its report.
 
-    The folder is `partial/_UUID`, with `data` and `_quarantine`; the report's state is "partial"
+    The folder is `partial/_UUID`, with `data` and `_quarantine`. The report's state is "partial"
     and its `run` is that folder. The run stays unfinished and can be resumed and finished as
     before; nothing is deleted. Reads only commits and the pieces that they name, so it may be
     called while a driver is active. `options` are s3fs options, as in `output.options`. `job` names
     the cluster on which a large result is written; without it, that is done on this machine.
 
-    Raises `ConfigError` for a run with all shards committed, or one that is completed meanwhile,
-    `IncompleteRun` while nothing is committed, `NoSuchRun`, `CorruptRun` and the store's errors.
+    Raises `ConfigError` for a run with all shards committed, or one that is completed meanwhile.
+    Raises `IncompleteRun` while nothing is committed. Can also raise `NoSuchRun`, `CorruptRun` and
+    the store's errors.
     """
     from prefect_raybatch.runs.partial_run import write_partial
 
@@ -478,11 +481,13 @@ def publish_run(
 
     Anyone who can write to a run directory could add a target to its plan. So without `job`, the
     targets in the plan are refused, unless `targets_from_plan` says that the user has reviewed
-    them. `run_date` is the value of {run_date} in a target, by default that of the run.
-    `written` and `sender` are those of `finalize_run`. `observe` is called with a text for each
-    step. Raises `IncompleteRun` while the run is not finished, `QualityTooLow` if the accuracy by
-    golden rows (without them, by the judge) does not show `quality.at_least`, `ConfigError` for
-    what cannot be published, and `PublishFailed` (worth a retry).
+    them. `run_date` is the value of {run_date} in a target, by default the run's date. `written`
+    and `sender` are those of `finalize_run`. `observe` is called with a text for each step.
+
+    Raises `IncompleteRun` while the run is not finished, `ConfigError` for what cannot be
+    published, and `PublishFailed` (worth a retry). Raises `QualityTooLow` if the accuracy does not
+    show `quality.at_least`. This is the accuracy by golden rows or, if there are none, by the
+    judge.
     """
     from prefect_raybatch.runs.publish_run import publish_member, targets_text
 
@@ -549,10 +554,12 @@ def preview_rows(
 
     Returns the prompts and answers. Without `answers`, no engine starts and the rows are only
     prepared. For a cascade, returns the preview of the first model, whose `larger` is the preview
-    of the larger model. Stores and publishes nothing, and reuses no answer of earlier runs. Raises
-    like `plan_run` for a job that cannot run, `InsufficientResources` if this machine has no GPU
-    for its engine, `EngineStartError` or `EngineFailure` if the engine does not start or dies.
+    of the larger model. Stores and publishes nothing, and reuses no answer of earlier runs.
     `engine` replaces the engine stage in tests.
+
+    For a job that cannot run, raises the errors of `plan_run`. Raises `InsufficientResources` if
+    this machine has no GPU for the job's engine, and `EngineStartError` or `EngineFailure` if the
+    engine does not start or dies.
     """
     if rows < 1:
         raise ConfigError(f"rows {rows}: at least one row is shown")
@@ -664,8 +671,8 @@ def planned_runs(job: BatchJob, first: date, last: date) -> list[DatedRun]:
     """Return the run of each date from `first` to `last`, both included, with its state.
 
     `job` must contain the credentials of its blocks. Starts nothing and reads no input. Raises
-    `ConfigError` if neither source nor output.uri contains {run_date}, so that all dates would have
-    the same rows, and for invalid dates.
+    `ConfigError` for invalid dates. Raises it also if neither source nor output.uri contains
+    {run_date}, because all dates would have the same rows.
     """
     if not locations_are_dated(job):
         raise ConfigError(
@@ -719,8 +726,8 @@ def backfill(
     The dates run in order, up to `at_most` at once, on one Ray cluster. `run_date` is called in a
     thread and runs one date to its end; `observe` is called with each run that has ended. With
     `stop_on_failure`, no date begins after one has failed, but active ones finish. A signal ends
-    all of them, with Ray jobs as `cluster.on_crash` says; committed shards are kept. Raises
-    `ConfigError` for `at_most` under 1, and the errors of starting the cluster.
+    all active dates; committed shards are kept. `cluster.on_crash` says what then happens to their
+    Ray jobs. Raises `ConfigError` for `at_most` under 1, and the errors of starting the cluster.
     """
     if at_most < 1:
         raise ConfigError(f"at most {at_most} concurrent runs is none. Give 1 or more.")

@@ -93,9 +93,9 @@ def prepare_diff(resolved: Resolved, run_dir: str, rows: int) -> Prepared:
     """Choose `rows` rows of a run to compare, and predict what a run of the job would take.
 
     `resolved` is the job to compare, `run_dir` the finished run. Writes nothing and starts nothing.
-    Raises `ConfigError` for `rows` under 1, for a job that does not generate text, and if the run's
-    result lacks an input column that the job needs; `IncompleteRun` for an unfinished run; and
-    errors of planning.
+    Raises `ConfigError` if `rows` is under 1, if the job does not generate text, or if the run's
+    result lacks an input column that the job needs. Raises `IncompleteRun` for an unfinished run.
+    Can also raise the errors of planning.
     """
     job = resolved.job
     if rows < 1:

@@ -85,11 +85,14 @@ def prepare_distill(
 ) -> Embedding:
     """Choose rows of a run and resolve the job that embeds them; write nothing, start nothing.
 
-    `encoder` is the model that embeds, `changes` are fields of that job as {field: value}. Only
+    `encoder` is the model that embeds, `changes` are fields of that job as {field: value}.
+    `agreement` is the share of the run's answers that a cascade with the classifier must keep. Only
     prompt and labels are taken from the run: others may write to a run directory, so it must not
-    decide where rows are sent. Raises `ConfigError` for a run without labels, of several models,
-    with images, without prompt.template, or with output.postprocess or sampling.n; for too few
-    rows; and for fields that cannot be set. Raises `IncompleteRun` for an unfinished run.
+    decide where rows are sent.
+
+    Raises `IncompleteRun` for an unfinished run. Raises `ConfigError` if there are too few rows, or
+    for fields that cannot be set. Raises it also for a run without labels or without
+    prompt.template, and for a run with several models, images, output.postprocess or sampling.n.
     """
     check_agreement(agreement)
     for name in changes or ():

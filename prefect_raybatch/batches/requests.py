@@ -103,7 +103,7 @@ def _sampling(body: Mapping[str, Any], line: str, asked: str) -> dict[str, Any]:
 
 
 def embedding_request(row: Mapping[str, Any]) -> str:
-    """Return the text of a row to embed; raise ValueError if the row is invalid.
+    """Return the text that is to be embedded for a row; raise ValueError if the row is invalid.
 
     This is the prompt function of a run over a batch file with `engine.task: embed`.
     """

@@ -149,7 +149,8 @@ class TerminalProgress(Listener):
 def describe_progress(progress: Progress, phase: str, about: str) -> str:
     """Return in one line how many rows or requests are done, at which rate, and what is happening.
 
-    `phase` and `about` are those of the last heartbeat: what the driver does, and details or "".
+    `phase` and `about` are from the last heartbeat. `phase` is what the driver does; `about` has
+    details, or is "".
     """
     rows = counted(progress.whole, *progress.unit)
     if not progress.recent:

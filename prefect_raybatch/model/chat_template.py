@@ -187,9 +187,10 @@ def _of_processor(store: Store) -> str | None:
 
 
 def _stored(store: Store, tools: bool) -> str | None:
-    """Return the tokenizer's template that transformers would choose.
+    """Return the template that transformers would choose from a tokenizer's files.
 
-    "" if there is none, None if that cannot be determined. `tools`: the job passes tools.
+    Returns "" if there is none, None if that cannot be determined. `tools`: the job passes tools,
+    so a template for tools is preferred.
     """
     files = {file.path for file in store.list()}
     known = {}
@@ -242,7 +243,10 @@ class TemplateTooLarge(Exception):
 
 
 def _bounded_operation(operator: str, left: object, right: object) -> None:
-    """Raise `TemplateTooLarge` for a power or repetition so large that no timeout can stop it."""
+    """Raise `TemplateTooLarge` if `left` `operator` `right` makes too large a value.
+
+    This is a power, or a text or list repeated many times. No timeout could stop such an operation.
+    """
     if operator == "**":
         too_large = isinstance(right, (int, float)) and abs(right) > MOST_EXPONENT
     else:

@@ -383,7 +383,10 @@ def _dtype(text: ModelConfig) -> str:
 
 
 def _loaded_bytes(text: ModelConfig, precision: Precision) -> int:
-    """Return the bytes per loaded weight; float32 is loaded as 16-bit unless the job sets it."""
+    """Return the bytes per loaded weight.
+
+    Weights that are stored in float32 are loaded in 16 bits, unless the job sets the dtype.
+    """
     if precision.dtype != "auto":
         return _BYTES.get(precision.dtype, 2)
     return min(_BYTES.get(_dtype(text), 2), 2)

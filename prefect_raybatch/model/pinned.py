@@ -263,9 +263,10 @@ def hub_commit(
 ) -> str | None:
     """Return the commit to which `revision` of the Hugging Face model `name` refers.
 
-    If the hub is unreachable or HF_HUB_OFFLINE is set, returns the commit of the cached `file`.
-    For a model that is found in neither place, raises `ConfigError`, or `HubUnavailable` if the hub
-    does not answer, naming job field `field`.
+    If the hub is unreachable or HF_HUB_OFFLINE is set, returns the commit of the cached `file`. If
+    that is missing too, raises `HubUnavailable` if the hub does not answer, else `ConfigError`.
+    Raises `ConfigError` also if the hub refuses, or has no such model. Both errors name job field
+    `field`.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE

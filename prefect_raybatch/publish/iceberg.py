@@ -1,10 +1,11 @@
 """Publishes to an Iceberg table in one transaction, which adds the rows and marks them by plan.
 
-The table has the rows if a snapshot marked with the plan is an ancestor of the current one (after a
-rollback it is not). A table property with the plan is the proof once that snapshot has expired. The
-library's retries are switched off: they would rebase the append on a table to which another
-publisher has just added the same rows, and double them. After any error, including an unknown
-outcome, the table is loaded again and checked.
+The table has the rows if a snapshot marked with the plan is an ancestor of the current one; after a
+rollback it is none. Once that snapshot has expired, a table property with the plan is the proof.
+
+The library's retries are switched off. They would rebase the append on a table to which another
+publisher has just added the same rows, so the table would have them twice. After any error,
+including an unknown outcome, the table is loaded again and checked.
 
 A merge deletes the table's rows that have the same keys and appends the new rows, in the same
 transaction. Both steps are in the table's history, but no reader sees the table between them.

@@ -232,10 +232,10 @@ def _shares(
 
 
 def shown_names(runs: Sequence[HistoryLine], kind: str) -> tuple[list[str], list[str]]:
-    """Return (most common names of a kind of answer over all runs, other names).
+    """Return the names of a kind of answer, over all runs, as (common names, other names).
 
-    There are up to LABELS_SHOWN common ones. The most common name comes first, but lengths are in
-    ascending order.
+    The common names are the up to LABELS_SHOWN most common ones. The most common name comes first;
+    ranges of lengths are in ascending order instead.
     """
     sums: dict[str, float] = {}
     for run in runs:

@@ -59,12 +59,13 @@ GATHERED = np.array([10_000, 16 << 20])  # rows or bytes at which a shared group
 class PartTask:
     """Everything that is needed to write one file of the result.
 
-    `commits` are the commits of the file's shards, with only the pieces of the file's kind, and
-    `starts` the input rows at which these shards begin. `numbers` (int64) are the row numbers of
-    all input rows from `starts[0]` to the end of the last shard; None if row numbers equal
-    positions in the run's input. `row_number` is the name of the column of row numbers, which
-    `schema` lacks. With `read_back`, a written file's ETag is not accepted as proof of its content.
-    `layout` is the name of the layout's table, for the note about the file; None to write no note.
+    `commits` are the commits of the file's shards. They have only the pieces of the file's kind.
+    `starts` are the input rows at which these shards begin. `numbers` (int64) are the row numbers
+    of all input rows from `starts[0]` to the end of the last shard; None if row numbers equal
+    positions in the run's input. `row_number` is the name of the column of row numbers. `schema`
+    has the other columns of the file. With `read_back`, a written file's ETag is not accepted as
+    proof of its content. `layout` is the name of the layout's table, for the note about the file;
+    None to write no note.
     """
 
     span: PartSpan
@@ -324,8 +325,8 @@ def _groups(
 def _misleads(figures: GroupFigures, rows: pa.Table) -> bool:
     """Return whether the footer's figures of a row group contradict its rows.
 
-    Because of such figures, readers would wrongly skip row groups. Figures that only one pyarrow
-    version writes do not matter, so all finalizers agree.
+    If they do, readers would wrongly skip the row group. Only figures are compared that both the
+    footer and the installed pyarrow have. So finalizers with different versions of pyarrow agree.
     """
     rewritten = io.BytesIO()
     pq.write_table(rows, rewritten, row_group_size=max(1, rows.num_rows))

@@ -39,10 +39,10 @@ def check_commit(commit: Commit, rows: int) -> None:
 def read_pieces(store: Store, commit: Commit) -> Iterator[tuple[str, pa.Table, bytes | None]]:
     """Yield (kind, table, Parquet file or None) for each kind of pieces that a commit names.
 
-    The table has the rows of all pieces of the kind, sorted by position. If there is only one piece
-    and its rows are sorted already, the Parquet file is its bytes; else it is None. Raises
-    `CorruptRun`, which names the piece or shard, if a piece is missing or has another size,
-    checksum or positions than the commit has.
+    The table has the rows of all pieces of the kind, sorted by position. The Parquet file is the
+    bytes of the piece, if there is only one and its rows are sorted already; else it is None.
+    Raises `CorruptRun`, which names the piece or shard, if a piece is missing or differs from the
+    commit in size, checksum or positions.
     """
     for kind in KINDS:
         pieces = [p for p in commit.pieces if p.kind == kind]

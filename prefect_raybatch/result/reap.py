@@ -64,8 +64,9 @@ _PROBE = re.compile(r"_probe-[^/]+/")
 class Reaped:
     """The numbers of files and bytes that were removed, by kind (`REAPED_KINDS`).
 
-    With `dry_run`, nothing was removed: they count what would be. The bytes of incomplete multipart
-    uploads are unknown and count as 0. `kept` counts the pieces of uncommitted shards, which stay.
+    With `dry_run`, nothing was removed: these are the numbers that would be. The bytes of
+    incomplete multipart uploads are unknown and count as 0. `kept` counts the pieces of uncommitted
+    shards, which stay.
     """
 
     run: str

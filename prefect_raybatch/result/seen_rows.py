@@ -1,7 +1,7 @@
 """Tracks with one bit per row which rows were seen, to verify that each is in exactly one place.
 
-Rows may be added in any order and from several threads. Memory is allocated in windows, each when
-its first row is seen. Row numbers are kept only for rows seen more than once.
+Rows may be added in any order and from several threads. Memory is allocated in windows; a window is
+allocated when its first row is seen. Row numbers are kept only for rows seen more than once.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class Store(ABC):
         """Store a local file as `put_file` does, in place of the version `expected` (from `stat`).
 
         Return False if that version was replaced meanwhile. S3 does this in one PUT conditional on
-        the etag (above 5 GiB it checks, then writes), a local store under a lock on the replaced
-        file. Raises FileNotFoundError if the file is gone, and UnsafeStore if the store supports
+        the etag (above 5 GiB it checks, then writes). A local store holds a lock on the replaced
+        file. Raises FileNotFoundError if the file is gone. Raises UnsafeStore if the store supports
         no conditional PUT, or the file system no locks.
         """
 
@@ -165,9 +165,10 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, path: str) -> BinaryIO:
-        """Return a handle for random reads (close it, or use `with`). Raises FileNotFoundError.
+        """Return a handle for random reads (close it, or use `with`).
 
-        On S3 each read is one GET tied to the etag at opening: SourceError if the object changes.
+        Raises FileNotFoundError if the file is missing. On S3 each read is one GET, which requires
+        the etag at opening. So a read raises SourceError if the object has changed.
 
         pyarrow may read it in the calling thread only (`pre_buffer=False`, `use_threads=False`):
         its own threads need Python to release the handle, and abort or hang an interpreter that is
@@ -182,9 +183,9 @@ class Store(ABC):
     def unfinished(self, before: float, remove: bool) -> tuple[FileInfo, ...]:
         """Return the interrupted writes under the root that are older than the time `before`.
 
-        `before` is in seconds since 1970, on the clock of `now`. Interrupted writes are temporary
-        files of killed processes and incomplete multipart uploads. No reader sees them, but they
-        take space. Removes them as well if `remove`.
+        With `remove`, removes them as well. `before` is in seconds since 1970, on the clock of
+        `now`. Interrupted writes are temporary files of killed processes and incomplete multipart
+        uploads. No reader sees them, but they take space.
         """
 
     @abstractmethod

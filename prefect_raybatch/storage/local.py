@@ -404,8 +404,8 @@ def _sync(path: str) -> None:
 def _os_errors(place: str, writing: int | None = None) -> Iterator[None]:
     """Within the block, convert operating system errors about `place` into this package's errors.
 
-    `writing` is the number of bytes to write, None when reading. A missing file stays
-    FileNotFoundError when reading, an existing name stays FileExistsError.
+    `writing` is the number of bytes to write, None when reading. When reading, the error for a
+    missing file is FileNotFoundError. FileExistsError is raised unchanged.
     """
     absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
     try:

@@ -13,8 +13,9 @@ def parquet_table(data: bytes, columns: Sequence[str] | None = None) -> pa.Table
     """Decode a Parquet file, or only its `columns`, in the calling thread.
 
     pyarrow's threads may release `data` after the table is returned. That aborts a process that is
-    ending ("terminate called without an active exception", apache/arrow#34314): 5 of 500 that
-    called `pq.read_table`, which also takes nearly twice the time, none of 800 that read like this.
+    ending ("terminate called without an active exception", apache/arrow#34314). It happened to 5 of
+    500 processes that called `pq.read_table`, and to none of 800 that read like this.
+    `pq.read_table` also takes nearly twice the time.
 
     Raises ArrowException or OSError if it cannot be read, KeyError if a column is missing.
     """

@@ -43,8 +43,8 @@ class Sums:
     def of_stream(cls, stream: BinaryIO, etag: bool = True) -> Sums:
         """Compute the sums of `stream` from its position to its end; errors of reading propagate.
 
-        `etag` False: leave the MD5 empty, for a disk, which has no ETags; the MD5 takes twice as
-        long as the SHA-256.
+        With `etag` False, the MD5 stays empty. Use this for a disk, which has no ETags: the MD5
+        takes twice as long as the SHA-256.
         """
         size, md5, sha256 = 0, hashlib.md5(usedforsecurity=False), hashlib.sha256()
         while chunk := stream.read(CHUNK):
