@@ -48,9 +48,9 @@ def check(
     - the token ids in sampling fields are in its vocabulary;
     - the adapters fit, and weights and tokenizer are there and complete.
 
-    `model` is the result of `pinned.pin`. For a model on Hugging Face, weights and tokenizer are
-    not checked. With `files` False, weights, tokenizer and adapters are not checked for any model,
-    e.g. to compute sizes for a cluster that the user only describes.
+    `model` is the result of `pinned.pin`. Weights and tokenizer of a
+    model on Hugging Face are not checked. With `files` False, weights, tokenizer and adapters are
+    not checked at all, e.g. to compute sizes for a cluster that the user only describes.
     """
     source = str(model["source"])
     config, _ = models.read_config(model)

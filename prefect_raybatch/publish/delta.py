@@ -177,8 +177,8 @@ def version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | Non
 
     The plan's application transaction alone is no proof: it survives a RESTORE to an earlier
     version. So the history is followed from the newest version down; at a RESTORE it continues with
-    the restored version. Returns None if the complete history lacks the commit, or if a later
-    commit emptied or overwrote the table.
+    the restored version. Returns None if the history lacks the commit, or if a later commit emptied
+    or overwrote the table.
 
     The search may end before it finds the commit, because the log is cut off or does not say which
     version was restored. Then there are two proofs that the table has the rows: the plan's
