@@ -131,11 +131,13 @@ def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
     if have is None or len(have.accelerators) > 1:
         yield
         return
-    from prefect_raybatch.stages.engine import CPU_ENV
+    from prefect_raybatch.stages.engine import CPU_ENV, POOLING_ENV
 
     # Read when torch is loaded. Ray gives an actor as many threads as it has CPUs.
     threads = {"OMP_NUM_THREADS": str(max(1, int(cluster.engine_cpus)))}
-    defaults = threads if have.gpus else CPU_ENV
+    defaults = CPU_ENV
+    if have.gpus:
+        defaults = threads | POOLING_ENV if cluster.pools else threads
     with import_process(os.environ.get(WORKER_PYTHON), cluster.engine_env, defaults):
         yield
 

@@ -467,6 +467,7 @@ def cluster_spec(job: BatchJob) -> ClusterSpec:
         accelerator=job.engine.accelerator_type,
         prices=prices_of(cluster),
         engine_env=None if job.engine.endpoint.asked else job.engine.env,
+        pools=pools(job.engine.task),
     )
 
 

@@ -35,6 +35,7 @@ class ClusterSpec:
     Prefect block, named `block`, is not loaded. `engine_cpus` are the logical CPUs of one engine,
     `accelerator` is Ray's name of the GPU model that the job asks for. `engine_env` are the
     environment variables of engines; None if the model is hosted, because there are no engines.
+    `pools`: the model pools instead of generating tokens.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ClusterSpec:
     accelerator: str | None
     prices: Prices
     engine_env: Mapping[str, str] | None = field(repr=False)
+    pools: bool
 
     @property
     def access(self) -> ClusterAccess:

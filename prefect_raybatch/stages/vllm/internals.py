@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -236,10 +237,23 @@ def _types_of(kind: type) -> dict[str, type]:
 
 
 def pooling_params(fields: SamplingFields) -> Params:
-    """Return vLLM's `PoolingParams` with these fields, which include `task`."""
+    """Return vLLM's `PoolingParams` with these fields, which include `task`.
+
+    vLLM copies the parameters of each request, which takes 60 us. These return themselves as their
+    copy, because vLLM only fills in defaults, and the same for each request.
+    """
+    return cast(Params, _uncopied_pooling_params()(**fields))
+
+
+@lru_cache(maxsize=1)
+def _uncopied_pooling_params() -> Any:
     from vllm.pooling_params import PoolingParams
 
-    return cast(Params, PoolingParams(**fields))
+    class UncopiedPoolingParams(PoolingParams):
+        def clone(self) -> PoolingParams:
+            return self
+
+    return UncopiedPoolingParams
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
@@ -356,6 +370,18 @@ def free_process() -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
+
+
+def gpu_is_lost() -> bool:
+    """Return whether CUDA refuses all further work of this process, as after a kernel's error."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def engine_is_gone(error: BaseException) -> bool:

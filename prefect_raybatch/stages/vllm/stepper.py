@@ -347,6 +347,8 @@ class SteppedEngine:
             self._loop()
         except BaseException as error:
             if not self._processes:
+                if internals.gpu_is_lost():  # no engine can start in this process
+                    end_process(f"the engine died: {_describe(error)}")
                 # First: callers that learn of the death start an engine in this process at once.
                 self._shutdown()
             self._fail(self._cause(error))
