@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 from prefect_raybatch.compile.job import model_request
@@ -40,6 +41,9 @@ from prefect_raybatch.model import pinned as models
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.run import Identity
 from prefect_raybatch.storage import is_remote
+
+KnownModels = Mapping[tuple[str, str | None], models.PinnedModel]
+"""Hugging Face models that are pinned already, by name and revision as a job has them."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +126,20 @@ class Resolved:
         found = adapters.pin_adapters(self.request)
         return {**self.model, "adapters": found} if found else self.model
 
-    def pinned(self) -> Resolved:
+    def pinned(self, known: KnownModels = MappingProxyType({})) -> Resolved:
         """Return the job with each Hugging Face model pinned to the commit that its name means now.
 
-        Raises `ConfigError` if the classifier was trained on embeddings of another commit.
+        A model that is in `known` is pinned as it is there. Raises `ConfigError` if the classifier
+        was trained on embeddings of another commit.
         """
         both = (self,) if self.first is None else (self, self.first)
         if all(one.pinned_model is not None for one in both):
             return self
-        first = None if self.first is None else self.first.pinned()
-        with larger_named(self.first is not None):
-            model = models.pin(self.request)
+        first = None if self.first is None else self.first.pinned(known)
+        model, request = self.pinned_model, self.request
+        if model is None:
+            with larger_named(self.first is not None):
+                model = known.get((request.name, request.revision)) or models.pin(request)
         found = replace(self, pinned_model=model, first=first)
         found.check_encoder()
         return found

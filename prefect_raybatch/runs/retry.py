@@ -19,18 +19,19 @@ import numpy as np
 import pyarrow as pa
 
 from prefect_raybatch.compile.job import compile_job, planned_job
-from prefect_raybatch.compile.resolved import Resolved
+from prefect_raybatch.compile.resolved import KnownModels, Resolved
 from prefect_raybatch.errors import ConfigError, CorruptRun, HubUnavailable, PlanMismatch
 from prefect_raybatch.job.cluster import LOCAL
+from prefect_raybatch.job.edits import larger_of
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.family import Family, Member, load_family
 from prefect_raybatch.ledger.forks import follow_forks
-from prefect_raybatch.ledger.increments import is_first_phase
+from prefect_raybatch.ledger.increments import increment_of, is_first_phase
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import decode_schema
 from prefect_raybatch.ledger.published import unpublished_labels
 from prefect_raybatch.ledger.record_files import put_record_if_absent, read_record
-from prefect_raybatch.ledger.records import JsonObject, Plan
+from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.ledger.row_numbers import among, numbers_table
 from prefect_raybatch.plan import prompt_lengths as tokens
 from prefect_raybatch.result.rows import failed_numbers, quarantine_of
@@ -177,7 +178,7 @@ def new_child(
     """
     from prefect_raybatch import source
 
-    resolved = _checked(_with_parents_model(resolved, parent.plan))
+    resolved = _checked(resolved.pinned(_models_of(parent.plan)))
     children = family.takers(parent.key)
     ledger = Ledger(family.root.sub(family.next_key))
     ledger.store.probe()
@@ -361,19 +362,21 @@ def _ends(family: Family, member: Member, rows: np.ndarray) -> list[tuple[Member
     return [(member, len(failed))] if len(free) or not ends else ends
 
 
-def _with_parents_model(resolved: Resolved, parent: Plan) -> Resolved:
-    """Return the job of a retry with its model pinned.
+def _models_of(plan: Plan) -> KnownModels:
+    """Return the pinned models of a run; in a cascade, of both its models.
 
-    If the job names the same Hugging Face model and revision as the parent's plan, the model is
-    pinned to the commit in that plan. The name may refer to another commit by now, but the results
-    of both runs form one table.
+    A retry pins a Hugging Face model of the same name and revision as its parent did: the name may
+    refer to another commit by now, and the results of both runs form one table.
     """
-    before = planned_job(parent).engine
-    now = resolved.job.engine
-    same = (now.model, now.revision) == (before.model, before.revision)
-    if resolved.pinned_model is None and same:
-        return replace(resolved, pinned_model=parent.model)
-    return resolved.pinned()
+    increment = increment_of(plan)
+    asks = None if increment is None else increment.asks
+    plans = (plan,) if asks is None else (plan, Plan.from_bytes(dump(asks)))
+    return {
+        (str(one.model["source"]), larger_of(planned_job(one)).engine.revision): {
+            name: value for name, value in one.model.items() if name != "adapters"
+        }
+        for one in plans
+    }
 
 
 def _checked(resolved: Resolved) -> Resolved:

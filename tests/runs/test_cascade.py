@@ -22,7 +22,9 @@ from helpers.engines import with_answers
 from helpers.nights import Nights
 from helpers.openai_server import OpenAIServer, completion, openai_server
 from helpers.ports import free_ports
+from huggingface_hub import constants
 
+from prefect_raybatch import demo
 from prefect_raybatch.api import dry_run, finalize_run, infer_run, plan_run, preview_rows
 from prefect_raybatch.api.retry import Retry, plan_retry
 from prefect_raybatch.api.tune import tune_cascade
@@ -42,6 +44,7 @@ from prefect_raybatch.ledger.layout import commit_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.model import pinned
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import cascade_table, cascade_text, markdown
@@ -433,6 +436,47 @@ def test_a_retry_asks_the_server_of_the_larger_model_before_it_begins(server, tm
         with pytest.raises(EndpointRefused, match=r"output\.escalate\.to\.endpoint"):
             plan_retry(str(folder), overrides={**nulls, "output.escalate.to": to})
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A Hugging Face Hub whose models all are the demo model: {name: its commit by now}."""
+    commits = {name: f"{name} before" for name in ("a/small", "a/large", "a/other")}
+    config = Path(demo.demo_model_path(), "config.json").read_bytes()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(pinned, "hub_commit", lambda name, *_: commits[name])
+    monkeypatch.setattr(pinned, "hub_file", lambda *_: config)
+    monkeypatch.setattr(pinned, "local_path", lambda _: demo.demo_model_path())
+    return commits
+
+
+@pytest.mark.parametrize(
+    ("changes", "models"),
+    [
+        ({}, ("a/small before", "a/large before")),
+        ({"output.escalate.to": {"model": "a/other"}}, ("a/small before", "a/other now")),
+        ({"output.escalate.to.revision": "v1"}, ("a/small before", "a/large now")),
+        ({"engine.model": "a/other"}, ("a/other now", "a/large before")),
+        ({"output.escalate": {}}, ("a/small before",)),
+    ],
+)
+def test_a_retry_keeps_the_commits_of_those_models_that_it_names_as_before(
+    server, tmp_path, hub, changes, models
+):
+    groups = {
+        "engine": {"device": "cpu", "model": "a/small"},
+        "escalate": {"to": {"device": "cpu", "model": "a/large"}},
+        "limits": {"max_failed_rows": ROWS},
+    }
+    _, folder = run_of(job_of(server, tmp_path, **groups))  # the larger model's answers fail
+    for name in hub:
+        hub[name] = f"{name} now"
+    found = plan_retry(str(folder), overrides=changes)
+    assert isinstance(found, Retry)
+    plan = need_plan(Ledger(open_store(found.run.uri)))
+    increment = increment_of(plan)
+    first = [] if increment is None or increment.asks is None else [increment.asks["model"]]
+    assert tuple(model["revision"] for model in (*first, plan.model)) == models
 
 
 def planned_retry(
