@@ -152,13 +152,13 @@ def test_what_the_command_line_sets_is_told_as_it_is() -> None:
 
 
 def test_the_page_says_which_engine_arguments_reach_the_cpu_stages() -> None:
-    from prefect_raybatch.model.pinned import with_tokenizer
+    from prefect_raybatch.model.pinned import with_arguments
 
     _, _, rest = text_of("reference/job.md").partition("The CPU stages load the tokenizer")
     both, _, engine_only = rest.partition(" only.")[0].partition(";")
     reach, stay = re.findall(r"`(\w+)`", both), re.findall(r"`(\w+)`", engine_only)
     job = BatchJob.from_dict({**SMALL, "engine": dict.fromkeys([*reach, *stay], "x")})
-    assert reach and set(with_tokenizer({}, model_request(job.engine))) == set(reach)
+    assert reach and set(with_arguments({}, model_request(job.engine))) == set(reach)
 
 
 def sources() -> str:

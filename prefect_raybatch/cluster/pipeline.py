@@ -150,7 +150,7 @@ class Pipeline:
             input_store(self.store, self.plan) if self.plan.snapshot else None,
             {} if self.plan.snapshot else dict(self.spec.read.options),
         )
-        self.model = models.with_tokenizer(self.plan.model, self.spec.engine.model)
+        self.model = models.with_arguments(self.plan.model, self.spec.engine.model)
         self.task = Pooling.of(self.spec, self.model)
         self.increment = increment_of(self.plan)
         asks = self.increment is not None and self.increment.ledger == OF_ASKS
@@ -618,7 +618,7 @@ def warm_kind_of(
 
 def launch_of(spec: RunSpec, model: models.PinnedModel, size: Sizing, **more: Any) -> EngineLaunch:
     """Return the settings for starting a run's engines; `more` replaces some of them."""
-    task = Pooling.of(spec, models.with_tokenizer(model, spec.engine.model))
+    task = Pooling.of(spec, models.with_arguments(model, spec.engine.model))
     return replace(engine_launch(spec, dict(model), size, task=task), **more)
 
 

@@ -17,6 +17,7 @@ from prefect_raybatch.spec.engine import EngineFields
 ModelConfig = Mapping[str, Any]
 """A model's config.json, or an object in it; its fields depend on the architecture."""
 
+OVERRIDES = "hf_overrides"
 LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
@@ -25,7 +26,9 @@ ALONE_COUNTS = "model_max_length"  # overrides all fields of LENGTHS
 YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 # RoPE types whose context length already includes the scaling factor; YaRN since vLLM 0.30.
 UNSCALED = ("su", "longrope", "llama3", *YARN)
+ROPES = ("rope_scaling", "rope_parameters")
 ORIGINAL = "original_max_position_embeddings"
+OF_LENGTH = (*LENGTHS, ALONE_COUNTS, *ROPES, ORIGINAL, "model_type")  # fields of config.json
 
 
 def text_part(config: ModelConfig) -> ModelConfig:
@@ -39,13 +42,35 @@ def text_part(config: ModelConfig) -> ModelConfig:
 
 def with_overrides(config: ModelConfig, arguments: EngineFields) -> ModelConfig:
     """Return config.json as vLLM sees it: with `hf_overrides` of the engine's `arguments`."""
-    changes = arguments.get("hf_overrides")
+    changes = arguments.get(OVERRIDES)
     if not isinstance(changes, Mapping):
         return config
     text, new = config.get("text_config"), changes.get("text_config")
     if isinstance(text, Mapping) and isinstance(new, Mapping):  # vLLM merges nested configs
-        changes = {**changes, "text_config": {**text, **new}}
-    return {**config, **changes}
+        changes = {**changes, "text_config": _updated(text, new)}
+    return _updated(config, changes)
+
+
+def _updated(config: ModelConfig, changes: ModelConfig) -> ModelConfig:
+    """Return `config` with `changes`, which also replace fields that are synonyms in transformers.
+
+    Its classes read max_position_embeddings from the field that the model has in its place (GPT-2:
+    n_positions), and RoPE scaling from either of two fields.
+    """
+    replaced = set(ROPES) if not changes.keys().isdisjoint(ROPES) else set()
+    if LENGTHS[0] in changes and LENGTHS[0] not in config:
+        replaced |= set(LENGTHS)
+    return {**{k: v for k, v in config.items() if k not in replaced}, **changes}
+
+
+def length_overrides(arguments: EngineFields) -> ModelConfig:
+    """Return those of `hf_overrides` that can change the context length; others may be secrets."""
+    changes = arguments.get(OVERRIDES)
+    if not isinstance(changes, Mapping):
+        return {}
+    text = length_overrides({OVERRIDES: changes.get("text_config")})
+    found = {name: changes[name] for name in OF_LENGTH if name in changes}
+    return {**found, "text_config": text} if text else found
 
 
 def own_context(config: ModelConfig, arguments: EngineFields = MappingProxyType({})) -> int | None:
@@ -84,7 +109,7 @@ def longest_context(config: ModelConfig) -> int | None:
 
 def _ropes(text: ModelConfig) -> Iterator[ModelConfig]:
     """Yield the rope scaling settings: one, or one for each kind of layer."""
-    for name in ("rope_scaling", "rope_parameters"):
+    for name in ROPES:
         found = text.get(name)
         if isinstance(found, Mapping):
             nested = [inner for inner in found.values() if isinstance(inner, Mapping)]

@@ -14,7 +14,7 @@ from prefect_raybatch.errors import ConfigError, HubUnavailable, RayBatchError
 from prefect_raybatch.job.checks import missing_path
 from prefect_raybatch.job.secrets import endpoint_identity
 from prefect_raybatch.ledger.records import JsonObject, digest, dump
-from prefect_raybatch.model.context import ModelConfig, own_context
+from prefect_raybatch.model.context import OVERRIDES, ModelConfig, length_overrides, own_context
 from prefect_raybatch.spec.engine import EngineFields, ModelRequest
 from prefect_raybatch.storage import FileInfo, Store, is_remote, open_store
 from prefect_raybatch.storage.node_cache import cached_folder
@@ -99,10 +99,14 @@ def tokenizer_place(model: PinnedModel) -> tuple[str, str | None, bool]:
     return local_path(model), model.get("revision"), trust
 
 
-def with_tokenizer(model: PinnedModel, request: ModelRequest) -> PinnedModel:
-    """Return the plan's model, with the job's engine arguments about the tokenizer added."""
-    extra = request.vllm_arguments
-    names = ("tokenizer", "tokenizer_revision", "trust_remote_code")
+def with_arguments(model: PinnedModel, request: ModelRequest) -> PinnedModel:
+    """Return the plan's model, with engine arguments of the job added that stages need.
+
+    These are the arguments about the tokenizer, and those of `hf_overrides` that change the context
+    length.
+    """
+    extra = {**request.vllm_arguments, OVERRIDES: length_overrides(request.vllm_arguments)}
+    names = ("tokenizer", "tokenizer_revision", "trust_remote_code", OVERRIDES)
     return {**model, **{name: extra[name] for name in names if extra.get(name)}}
 
 
@@ -204,16 +208,18 @@ def _hub_config(name: str, revision: str | None) -> tuple[ModelConfig, int | Non
     return config, _weight_bytes({f.rfilename: f.size or 0 for f in info.siblings or ()})
 
 
-def context_length(path: str) -> int | None:
-    """Return the default context length by config.json in folder `path`.
+def context_length(model: PinnedModel) -> int | None:
+    """Return the default context length of a model from `with_arguments`, by its copy on this node.
 
-    Returns None if config.json has none or cannot be read.
+    Downloads an s3:// model once. Returns None for a model on Hugging Face, and if config.json has
+    no length or cannot be read.
     """
+    path = Path(local_path(model)) / "config.json"
     try:
-        config = json.loads(read_regular_file(Path(path) / "config.json", MAX_CONFIG_BYTES))
+        config = json.loads(read_regular_file(path, MAX_CONFIG_BYTES))
     except (OSError, ValueError):
         return None
-    return own_context(config) if isinstance(config, dict) else None
+    return own_context(config, model) if isinstance(config, dict) else None
 
 
 def own_length(model: PinnedModel, arguments: EngineFields) -> int | None:

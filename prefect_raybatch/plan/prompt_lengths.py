@@ -250,7 +250,7 @@ def measure(
     from prefect_raybatch.stages.pooling import Pooling
     from prefect_raybatch.stages.texts import prepare_of
 
-    pinned = models.with_tokenizer(model, spec.engine.model)
+    pinned = models.with_arguments(model, spec.engine.model)
     limits = spec.limits
     # In a child process: a function that ends its process would end the driver at each attempt.
     calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
@@ -414,7 +414,7 @@ def _shared(keys: list[bytes]) -> float:
 
 def _models_own(model: models.PinnedModel) -> int | None:
     """Return the model's context length from config.json, else its tokenizer; None if unknown."""
-    own = models.context_length(models.local_path(model))
+    own = models.context_length(model)
     if own is None:
         from prefect_raybatch.stages.block import load_tokenizer
 

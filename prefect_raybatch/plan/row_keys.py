@@ -123,7 +123,7 @@ class RowKeys:
         limits = spec.limits
         # In a child process: a function that ends its process would end the driver at each attempt.
         calls = Calls(limits.function_seconds or None, in_child=True, deaths=limits.engine_deaths)
-        told = models.with_tokenizer(model, spec.engine.model)
+        told = models.with_arguments(model, spec.engine.model)
         keys = dict(spec.read.options)
         prepare = prepare_of(
             Pooling.of(spec, told),

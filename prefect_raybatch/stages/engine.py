@@ -197,7 +197,7 @@ def engine_launch(
         # wait for GPUs in it that the engine's actor already holds.
         arguments.setdefault("distributed_executor_backend", "mp")
     return EngineLaunch(
-        model=models.with_tokenizer(model, request),
+        model=models.with_arguments(model, request),
         sampling=sampling,
         arguments=arguments,
         env=_environment(spec, size),

@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 
 from prefect_raybatch.errors import ConfigError
-from prefect_raybatch.model.pinned import DEMO, PinnedModel, tokenizer_place, with_tokenizer
+from prefect_raybatch.model.pinned import DEMO, PinnedModel, tokenizer_place, with_arguments
 from prefect_raybatch.spec.engine import ModelRequest
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import Tokenizer, load_tokenizer
@@ -161,7 +161,7 @@ def check_labels(labels: Sequence[str], model_request: ModelRequest, pinned: Pin
         return
     source = str(pinned.get("tokenizer") or pinned["source"])
     if source == DEMO or Path(source).is_dir():
-        place = tokenizer_place(with_tokenizer(pinned, model_request))
+        place = tokenizer_place(with_arguments(pinned, model_request))
         LabelTokens.of(load_tokenizer(*place), labels)
 
 

@@ -75,7 +75,7 @@ UNKNOWN_CONTEXT = 1 << 20  # tokens: more than any model of unknown context leng
 class Prepare:
     """The prepare stage: a function that prepares a block. The driver creates it, workers run it.
 
-    `model` is the plan's pinned model. `max_model_len` is in tokens (None: the model's own).
+    `model` is the pinned model from `with_arguments`. `max_model_len` is in tokens (None: its own).
     `sampling` has the job's sampling fields; the fields that a row sets itself are checked against
     them. If a prompt is cut, it leaves room for an answer of `max_tokens`.
 
@@ -109,7 +109,7 @@ class Prepare:
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         began = time.time()
-        limit = self.max_model_len or models.context_length(models.local_path(self.model))
+        limit = self.max_model_len or models.context_length(self.model)
         requests, whole, features, digests = self._rendered(table, limit)
         tokens = [self._fitted(r, t, limit) for r, t in zip(requests, whole, strict=True)]
         if self.prompt.on_too_long != "quarantine":
@@ -169,7 +169,7 @@ class Prepare:
         cannot be made, it has a `Failure` in the second list. A prompt of far more tokens than the
         model takes is a `LongPrompt`.
         """
-        most = self.max_model_len or models.context_length(models.local_path(self.model))
+        most = self.max_model_len or models.context_length(self.model)
         requests, tokens, *_ = self._rendered(table, most)
         return requests, tokens
 

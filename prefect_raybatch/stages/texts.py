@@ -145,7 +145,7 @@ class PrepareTexts(Prepare):
         """
         if self.max_model_len:
             return self.max_model_len
-        own = models.context_length(models.local_path(self.model))
+        own = models.context_length(self.model)
         said = self._tokenizer().model_max_length
         lengths = [n for n in (own, said) if isinstance(n, int) and n < UNBOUNDED]
         return min(lengths, default=None)

@@ -28,6 +28,11 @@ LLAMA = {
     "max_position_embeddings": 512,
 }
 PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GPT2 = {
+    **{name: value for name, value in LLAMA.items() if name != "max_position_embeddings"},
+    "n_positions": 512,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 FACTORS = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 VISION = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -146,6 +151,7 @@ def test_a_context_that_no_engine_takes_is_refused_by_the_plan(
     [
         (LLAMA, {"max_position_embeddings": 64}, 64),
         (LLAMA, {"architectures": ["Other"]}, own_context(LLAMA)),
+        ({**LLAMA, "rope_parameters": LINEAR}, {"rope_scaling": {**LINEAR, "factor": 4.0}}, 2048),
         (VISION, {"text_config": {"max_position_embeddings": 64}}, 64),
         (VISION, {"text_config": {"vocab_size": 9}}, own_context(VISION)),
     ],
@@ -156,6 +162,12 @@ def test_an_overridden_context_length_counts(
     arguments = {"hf_overrides": overrides}
     assert own_context(config, arguments) == length
     assert describe({**LLAMA, **config}, arguments).context == length
+
+
+def test_an_override_counts_in_place_of_the_field_that_a_model_has_for_it() -> None:
+    assert own_context(GPT2) == 512
+    assert own_context(GPT2, {"hf_overrides": {"max_position_embeddings": 1024}}) == 1024
+    assert own_context(GPT2, {"hf_overrides": {"n_positions": 64}}) == 64
 
 
 @pytest.mark.parametrize("nested", [None, {}, [], "llama", 7])

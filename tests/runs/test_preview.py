@@ -68,6 +68,28 @@ def test_golden_rows_are_not_read(job, tmp_path):
     assert preview_rows(measured, 2, answers=False).prompts
 
 
+@pytest.mark.parametrize(
+    ("task", "context", "words", "fits"),
+    [
+        ("generate", 64, 200, False),
+        ("embed", 64, 200, False),
+        ("generate", 8192, 4000, True),  # for embed, the tokenizer's length still counts
+    ],
+)
+def test_a_prompt_fits_into_the_context_length_that_the_job_overrides(
+    job, tmp_path, task, context, words, fits
+):
+    """Without the override, 200 words fit into the 2,048 tokens of the model, and 4,000 do not."""
+    pa.csv.write_csv(pa.table({"Company": ["word " * words]}), tmp_path / "in.csv")
+    overrides = {"hf_overrides": {"max_position_embeddings": context}}
+    sampling = {"max_tokens": 8} if task == "generate" else {}
+    engine = {**job.to_dict()["engine"], **overrides, "task": task}
+    long = BatchJob.from_dict({**job.to_dict(), "engine": engine, "sampling": sampling})
+    (prompt,) = preview_rows(long, 1, answers=False).prompts
+    assert (prompt.trouble == "") == fits, prompt.trouble
+    assert fits or f"engine.max_model_len {context}" in prompt.trouble
+
+
 def test_without_answers_no_engine_is_made(job):
     class Refused(FakeEngine):
         def __init__(self, spec: Any) -> None:

@@ -83,6 +83,6 @@ def test_no_file_that_a_job_names_is_waited_for(tmp_path: Path, kind: str) -> No
 
 def test_no_configuration_of_a_model_is_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    assert pinned.context_length(str(tmp_path)) is None
+    assert pinned.context_length({"source": str(tmp_path)}) is None
     with pytest.raises(ConfigError, match="not a regular file"):
         pinned.read_config({"source": str(tmp_path)})

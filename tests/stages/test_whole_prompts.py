@@ -76,7 +76,7 @@ def spec_of(**groups: Any) -> EngineLaunch:
 def test_a_job_without_a_length_has_the_models():
     """What the engine would have it from."""
     engine = {"model": "demo", "device": "cpu"}
-    context = models.context_length(demo_model_path())
+    context = models.context_length({"source": models.DEMO})
     spec = spec_of(engine=engine, sampling=SEEDED)
     assert spec.arguments["enable_chunked_prefill"] is False
     assert context is not None and spec.arguments["max_num_batched_tokens"] >= context
