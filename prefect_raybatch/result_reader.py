@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun
+from prefect_raybatch.ledger.forks import key_to_continue
 from prefect_raybatch.ledger.layout import table_path
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
@@ -119,7 +120,7 @@ class FinishedRows:
             raise IncompleteRun(
                 f"{store.uri} is not finished: {some_are(done, plan.shards, 'shard')} committed. "
                 "Finish it with the command that started it (raybatch run JOB --run-key "
-                f"{plan.run_key}); raybatch status shows its progress"
+                f"{key_to_continue(store.above(), plan)}); raybatch status shows its progress"
             )
         if not success.compact:
             manifest = table_path(success.manifest or "")

@@ -7,6 +7,7 @@ the plan of the old run.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from prefect_raybatch.errors import ConfigError, CorruptRun
 from prefect_raybatch.job.checks import check_run_key
@@ -14,6 +15,7 @@ from prefect_raybatch.ledger.layout import SUPERSEDED_BY
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.record_files import put_record, read_record
 from prefect_raybatch.ledger.records import Plan, dump, load
+from prefect_raybatch.storage import Store
 
 _FORK = re.compile(r"(?P<base>.+)\.m(?P<number>[1-9]\d{0,3})\Z")
 MOST_FORKS = 100  # forks followed one after the other
@@ -74,6 +76,24 @@ def follow_forks(ledger: Ledger, plan: Plan) -> tuple[Ledger, Plan]:
     unreadable or no repair of the run before it.
     """
     return runs_to_last_fork(ledger, plan)[-1]
+
+
+def key_to_continue(root: Store | None, plan: Plan, fork: str | None = None) -> str:
+    """Return the key with which `raybatch run` finishes the repaired run `fork`.
+
+    This is the key of the first run, for which {run_key} in the job stands, if it leads to `fork`:
+    not if one of the runs between them was deleted. Then it is `fork`. `plan` is of `fork` or of a
+    run that it continues; without `fork`, the run of `plan` is meant. `root` is the folder of runs.
+    """
+    fork, first = fork or plan.run_key, original_key(plan)
+    if root is None or first == fork:
+        return fork
+    ledger = Ledger(root.sub(first))
+    with suppress(CorruptRun):
+        first_plan = ledger.load_plan()
+        if first_plan is not None and follow_forks(ledger, first_plan)[1].run_key == fork:
+            return first
+    return fork
 
 
 def runs_to_last_fork(ledger: Ledger, plan: Plan) -> list[tuple[Ledger, Plan]]:

@@ -8,6 +8,7 @@ from prefect_raybatch.errors import ConfigError, IncompleteRun
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.job.variables import VARIABLE
 from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.forks import key_to_continue
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.report.records import RunReport
@@ -24,7 +25,7 @@ def finished_member(store: Store) -> Member:
     if success is None:
         raise IncompleteRun(
             f"{store.uri} is not finished, so it cannot be published. Finish it with the command "
-            f"that started it: raybatch run JOB --run-key {plan.run_key}"
+            f"that started it: raybatch run JOB --run-key {key_to_continue(store.above(), plan)}"
         )
     return Member(plan.run_key, ledger, plan, success)
 

@@ -23,7 +23,7 @@ from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.checks import check_run_key
 from prefect_raybatch.ledger.accepted import accepted_note, all_accepted
 from prefect_raybatch.ledger.family import Member, check_named, load_family, locate_run
-from prefect_raybatch.ledger.forks import follow_forks, fork_key, forked, original_key, supersede
+from prefect_raybatch.ledger.forks import fork_key, forked, key_to_continue, supersede
 from prefect_raybatch.ledger.increments import (
     Increment,
     begin_requests_phase,
@@ -136,7 +136,7 @@ def repair_run(run_dir: str, options: StoreOptions | None = None) -> Repaired:
         *(old.store.uri, fork, plan.shards, taken, lost, tuple(faults)),
         published=_published_targets(old.store),
         retries=tuple(load_family(root, key).members)[1:],
-        continue_as=_continue_as(root, plan, fork),
+        continue_as=key_to_continue(root, plan, fork),
     )
 
 
@@ -166,20 +166,6 @@ def _fork(root: Store, member: Member, requests_run: Member | None) -> tuple[str
     taken = _commit_intact_shards(member, ours, fork)
     supersede(old, fork.run_key)
     return fork.run_key, taken
-
-
-def _continue_as(root: Store, plan: Plan, fork: str) -> str:
-    """Return the run key with which `raybatch run` continues `fork`, the repair of the run `plan`.
-
-    This is the key of the original run, because `raybatch run` follows its repairs to the last one.
-    If one of the earlier runs was deleted, it is the key of the fork itself.
-    """
-    first = Ledger(root.sub(original_key(plan)))
-    with suppress(CorruptRun):
-        first_plan = first.load_plan()
-        if first_plan is not None and follow_forks(first, first_plan)[1].run_key == fork:
-            return first_plan.run_key
-    return fork
 
 
 def _check_alone(plan: Plan, where: str) -> None:

@@ -16,9 +16,9 @@ from helpers.nights import Killed, Nights, words
 from helpers.small import Passes, SmallRun, input_rows, make_job, small_run, success_of
 from s3server import S3Server
 
-from prefect_raybatch.api import plan_run
+from prefect_raybatch.api import plan_run, publish_run
 from prefect_raybatch.driver.driver import Driver
-from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.errors import ConfigError, CorruptRun, IncompleteRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.limits import Limits
 from prefect_raybatch.ledger.accepted import Accepted, accepted_note, all_accepted
@@ -42,6 +42,7 @@ from prefect_raybatch.report.records import put_report, read_report
 from prefect_raybatch.result.finalize import finalize
 from prefect_raybatch.result.reap import orphans
 from prefect_raybatch.result.verify import verify
+from prefect_raybatch.runs.open_run import open_run
 from prefect_raybatch.runs.repair import Repaired, repair_run
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import Store, open_store
@@ -471,6 +472,22 @@ def test_a_flow_that_runs_the_old_key_goes_on_with_the_fork(tmp_path):
     assert plan_run(job, "key").run_key == "key.m2"
     shutil.rmtree(made.uri)
     assert repair_run(found.uri).continue_as == "key.m2", "under `key`, a new run would begin"
+
+
+def test_an_unfinished_repaired_run_is_finished_under_the_key_of_the_first_run(tmp_path):
+    run = old_run(tmp_path / "key", True)
+    quarantine_lost(run)
+    fork = f"{tmp_path}/{repair_run(str(tmp_path / 'key')).run_key}"
+
+    def check(key: str) -> None:
+        with pytest.raises(IncompleteRun, match=rf"raybatch run JOB --run-key {key}$"):
+            publish_run(None, fork)
+        with pytest.raises(IncompleteRun, match=rf"raybatch run JOB --run-key {key}\)"):
+            open_run(fork).dataset()
+
+    check("key")
+    shutil.rmtree(tmp_path / "key")
+    check(r"key\.m1")  # under `key`, a new run would begin
 
 
 def test_the_command_says_what_is_lost_and_how_to_go_on(tmp_path, capsys):
