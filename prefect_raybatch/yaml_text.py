@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,33 +109,50 @@ def read_yaml(text: str) -> YamlText:
     Raises ValueError, with line numbers, for a syntax error and for a key that is repeated in a
     mapping (YAML readers silently take the last). Raises it for over 100,000 values, too.
     """
+    with _loader_of(text) as loader:
+        return _checked_text(loader, loader.get_single_node())
+
+
+def read_yaml_documents(text: str) -> list[YamlText]:
+    """Parse a text of YAML documents, which `---` separates; raise the errors of `read_yaml`."""
+    documents = []
+    with _loader_of(text) as loader:
+        while loader.check_node():
+            documents.append(_checked_text(loader, loader.get_node()))
+    return documents
+
+
+@contextmanager
+def _loader_of(text: str) -> Iterator[_Loader]:
+    """Yield a loader of a YAML text; the block's syntax errors become those of `read_yaml`."""
+    loader = None
     try:
-        return _read(text)
+        loader = _Loader(text)
+        yield loader
     except yaml.MarkedYAMLError as error:
         raise ValueError(_problem(error, text.splitlines())) from None
     except yaml.YAMLError as error:
         raise ValueError(f"is not valid YAML: {error}") from None
-
-
-def _read(text: str) -> YamlText:
-    loader = _Loader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return YamlText(None)
-        if _size(root, {}) > MOST_VALUES:
-            raise ValueError(
-                f"contains over {MOST_VALUES:,} values (aliases count each time); make it smaller"
-            )
-        twice = sorted(_repeated(root, "", set()))
-        if twice:
-            raise ValueError("\n".join(text for _, text in twice))
-        try:
-            return YamlText(loader.construct_document(root), root)
-        except ValueError as error:  # a date such as 2026-99-99
-            raise ValueError(f"is not valid YAML: {error}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+def _checked_text(loader: _Loader, root: yaml.Node | None) -> YamlText:
+    """Return the text of a document with this syntax tree; raise the errors of `read_yaml`."""
+    if root is None:
+        return YamlText(None)
+    if _size(root, {}) > MOST_VALUES:
+        raise ValueError(
+            f"contains over {MOST_VALUES:,} values (aliases count each time); make it smaller"
+        )
+    twice = sorted(_repeated(root, "", set()))
+    if twice:
+        raise ValueError("\n".join(text for _, text in twice))
+    try:
+        return YamlText(loader.construct_document(root), root)
+    except ValueError as error:  # a date such as 2026-99-99
+        raise ValueError(f"is not valid YAML: {error}") from None
 
 
 def _size(node: yaml.Node, sizes: dict[int, int | None]) -> int:

@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import yaml
-
 from prefect_raybatch.bounded import read_regular_file
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.checks import missing_path
@@ -18,6 +16,7 @@ from prefect_raybatch.job.escalate import larger_fields
 from prefect_raybatch.job.job_file import MAX_JOB_BYTES
 from prefect_raybatch.job.kubernetes import GPU, Kubernetes, check_manifest, quantity
 from prefect_raybatch.words import counted
+from prefect_raybatch.yaml_text import read_yaml_documents
 
 
 class PodGroup(NamedTuple):
@@ -157,15 +156,17 @@ def given_manifest(kubernetes: Kubernetes) -> dict[str, Any] | None:
     where = f"cluster.kubernetes.manifest_file: {kubernetes.manifest_file}"
     try:
         text = read_regular_file(kubernetes.manifest_file, MAX_JOB_BYTES).decode()
-        found = list(yaml.safe_load_all(text))
+        found = [document.value for document in read_yaml_documents(text)]
     except FileNotFoundError:
         raise ConfigError(
             f"{where}: {missing_path(kubernetes.manifest_file)}; check the path"
         ) from None
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
     kinds = [item for item in found if isinstance(item, dict) and item.get("kind") == "RayCluster"]
     if len(kinds) != 1:
         raise ConfigError(

@@ -147,6 +147,10 @@ def test_the_example_manifest_can_be_given() -> None:
         (None, "no file or folder"),
         ("a: [", "is not valid YAML"),
         ("a: 1", "contains 0 RayClusters; it must contain one"),
+        (
+            "a: 1\n---\nb: {c: 1,\n  c: 2}",
+            "b.c: duplicate key in lines 3 and 4; remove all but one",
+        ),
         ("{apiVersion: ray.io/v1, kind: RayCluster}", "spec must be a mapping"),
     ],
 )
