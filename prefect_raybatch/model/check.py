@@ -26,6 +26,8 @@ MAX_INDEX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 100 << 20  # the most that safetensors itself accepts
 # Values of engine.load_format with which vLLM reads weight files in the model's folder.
 FROM_FILES = {None, "auto", "hf", "safetensors", "pt", "npcache", "mistral"}
+# Begins of the names of architectures that vLLM runs as encoders.
+ENCODERS = ("Bert", "ModernBert", "NomicBert", "Roberta", "XLMRoberta", "Gte", "BgeM3")
 TOKENIZER = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
     *("spiece.model", "sentencepiece.bpe.model"),
@@ -38,6 +40,7 @@ def check(
     sampling: SamplingSpec,
     model: models.PinnedModel,
     files: bool = True,
+    step: int | None = None,
 ) -> None:
     """Raise `ConfigError` for a model that cannot do what the run asks of it.
 
@@ -50,7 +53,8 @@ def check(
 
     `model` is the result of `pinned.pin`. Weights and tokenizer of a
     model on Hugging Face are not checked. With `files` False, weights, tokenizer and adapters are
-    not checked at all, e.g. to compute sizes for a cluster that the user only describes.
+    not checked at all, e.g. to compute sizes for a cluster that the user only describes. `step` is
+    the tokens per engine step that the job sets, None if it sets none.
     """
     source = str(model["source"])
     config, _ = models.read_config(model)
@@ -58,7 +62,9 @@ def check(
     if prompt.images is not None:
         check_images(request, prompt.images, source, config)
     _check_length(request, config)
-    if not request.pools:
+    if request.pools:
+        _check_encoder_step(request, step, config)
+    else:
         _check_room(request, 1 if sampling.fills_context else sampling.max_tokens, config)
         _check_vocabulary(request, sampling, config)
     if found := adapters.pin_adapters(request) if files else {}:
@@ -139,6 +145,24 @@ def _check_length(request: ModelRequest, config: ModelConfig) -> None:
         raise ConfigError(
             f"engine.max_model_len: {request.context:,} is more than the {longest:,} tokens that "
             "the model supports (config.json). Lower it, or remove it to use the model's maximum"
+        )
+
+
+def _check_encoder_step(request: ModelRequest, step: int | None, config: ModelConfig) -> None:
+    """Raise `ConfigError` for a step without room for an encoder's whole prompt: vLLM rejects it.
+
+    Judges only by engine.max_model_len: without it, other files of the model count, too.
+    """
+    names = tasks.architectures(tasks.overridden(request, config))
+    is_encoder = any(name.startswith(ENCODERS) for name in names)
+    is_chunked = request.vllm_arguments.get("enable_chunked_prefill")
+    if step is None or request.context is None or is_chunked or not is_encoder:
+        return
+    if step < request.context:
+        raise ConfigError(
+            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.max_model_len "
+            f"({request.context:,}), since {names[0]} is an encoder, which takes a prompt in one "
+            "step. Raise the one, or lower the other"
         )
 
 

@@ -225,7 +225,8 @@ def check_pinned_model(spec: RunSpec, model: PinnedModel, files: bool = True) ->
         endpoint.api_key()
         return
     with larger_named(spec.first is not None):
-        model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files)
+        step = spec.sizes.max_num_batched_tokens
+        model_check.check(spec.engine.model, spec.prompt, spec.sampling, model, files, step)
         chat_template.check_template(spec.prompt, spec.engine.model, model)
         check_labels(spec.sampling.labels, spec.engine.model, model)
         if spec.sizes.takes_whole_prompts and not spec.engine.model.context_auto:

@@ -361,17 +361,27 @@ def least_step(spec: SizeSpec, length: int | None) -> int:
     context length `length` (None if it is unknown).
     """
     whole = length if spec.takes_whole_prompts else None
-    return max(spec.max_num_seqs or 1, whole or 1)
+    return max(spec.max_num_seqs or spec.least_sequences, whole or 1)
 
 
 def check_step(spec: SizeSpec, length: int | None) -> None:
-    """Raise `ConfigError` if the job sets fewer tokens per step than `least_step`."""
-    step, sequences = spec.max_num_batched_tokens, spec.max_num_seqs or 1
+    """Raise `ConfigError` for sequences and tokens per step with which vLLM does not start.
+
+    That is for fewer tokens than `least_step`, and for more active sequences than sequences.
+    """
+    step, active = spec.max_num_batched_tokens, spec.least_sequences
+    sequences = spec.max_num_seqs or active
+    if active > sequences:
+        raise ConfigError(
+            f"engine.max_num_active_seqs ({active:,}) must be at most engine.max_num_seqs "
+            f"({sequences:,}). Lower the one, or raise the other"
+        )
     if step is None:
         return
     if step < sequences:
+        name = "max_num_seqs" if spec.max_num_seqs else "max_num_active_seqs"
         raise ConfigError(
-            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.max_num_seqs "
+            f"engine.max_num_batched_tokens ({step:,}) must be at least engine.{name} "
             f"({sequences:,}). Raise the one, or lower the other"
         )
     if step < least_step(spec, length):
@@ -484,6 +494,8 @@ def _engine_sizes(
         engines_per_gpu=pool.engines_per_gpu,
         step=spec.max_num_batched_tokens,
     )
+    if seqs < spec.least_sequences:
+        seqs, why = spec.least_sequences, "engine.max_num_active_seqs"
     if fit is None:
         return _EngineSizes(replace(arguments, max_num_seqs=seqs), why)
     return _sizes_in_memory(spec, fit.with_arguments(max_num_seqs=seqs), why, gpu, row, pool)

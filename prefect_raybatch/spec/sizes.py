@@ -74,6 +74,12 @@ class SizeSpec:
         """True if a step must hold a whole prompt (`engine.enable_chunked_prefill: false`)."""
         return self.vllm_arguments.get("enable_chunked_prefill") in (False, 0)
 
+    @property
+    def least_sequences(self) -> int:
+        """Return the least `max_num_seqs` that vLLM accepts: `engine.max_num_active_seqs` or 1."""
+        active = self.vllm_arguments.get("max_num_active_seqs")
+        return active if isinstance(active, int) else 1
+
     def device_for(self, gpus: float) -> Literal["gpu", "cpu"]:
         """Return the device of the engines in a cluster of `gpus` GPUs."""
         if self.device != "auto":
