@@ -156,7 +156,7 @@ def former_families(root: Store, plan: Plan) -> Iterator[Family]:
     The run that was damaged last comes first. `members` of each family has only the retries, not
     the damaged run. A damaged run may itself be a repaired run that continues another one. Its plan
     names that one; if the plan is missing or unreadable, the run's key tells it (X.m2 continues
-    X.m1).
+    X.m1), unless the run of that key was planned at another time than the original run.
     """
     forked_from = plan.forked_from
     for _ in range(MOST_FORKS):
@@ -166,8 +166,10 @@ def former_families(root: Store, plan: Plan) -> Iterator[Family]:
         damaged = None
         with suppress(CorruptRun):
             damaged = _plan(Ledger(root.sub(key)))
-        if damaged is not None and forked_from.get("plan", damaged.hash) != damaged.hash:
-            return
+        if damaged is not None:
+            is_other = forked_from.get("plan", damaged.hash) != damaged.hash
+            if is_other or damaged.first_created != plan.first_created:
+                return
         family = Family(root, key, {}, "")
         _read_retries(family)
         yield family

@@ -18,7 +18,7 @@ from prefect_raybatch.compile.job import planned_job
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError
 from prefect_raybatch.ledger.forks import continued_key
 from prefect_raybatch.ledger.last_attempt import advice, read_last_attempt
-from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS
+from prefect_raybatch.ledger.layout import LAST_ATTEMPT, PLAN, PRUNED, SUCCESS, SUPERSEDED_BY
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.missing import need_plan
 from prefect_raybatch.ledger.published import unpublished_labels
@@ -93,7 +93,7 @@ def prune_runs(
     found = Pruned(root.uri, dry_run)
     lines = lines_of(root)
     newest: dict[str, list[RunLine]] = {}
-    for first, members in _families(lines):
+    for first, members in _families(root, lines):
         if job is not None and first.job != job:
             continue
         reason = _reason_to_keep(first, members, before)
@@ -149,7 +149,7 @@ def _note(root: Store, pruned: Pruned, members: list[RunLine], reason: str | Non
             pruned.lines[line.run_key] = line
 
 
-def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
+def _families(root: Store, lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     """Return (first run, all runs) of each family.
 
     A family is a run with its retries and the runs that continue it after a repair. The family
@@ -157,10 +157,11 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     was. An unreadable directory counts as a retry if its key ends in .rNUMBER, and as a repaired
     run if its key ends in .mNUMBER. Attempts without a plan and half removed runs are left out. If
     a run in a chain of repairs is left out, the next one counts as the repair of the one before it.
-    A run that was repaired before it was complete is a family by itself: it has no retries.
+    A run that was repaired before it was complete is a family by itself: it has no retries. `root`
+    is the folder of the runs.
     """
     by_key = {line.run_key: line for line in lines if line.state != PRUNING and not line.is_attempt}
-    repaired = {_parent(line, by_key) for line in by_key.values() if line.forked_from}
+    repaired = {_parent(root, line, by_key) for line in by_key.values() if line.forked_from}
     alone = {
         line.run_key
         for line in by_key.values()
@@ -170,7 +171,7 @@ def _families(lines: list[RunLine]) -> list[tuple[RunLine, list[RunLine]]]:
     for line in by_key.values():
         first = above = line
         seen = {line.run_key}
-        while (key := _parent(above, by_key)) in by_key and key not in seen:
+        while (key := _parent(root, above, by_key)) in by_key and key not in seen:
             above = by_key[key]
             seen.add(key)
             if line.run_key not in alone and key not in alone:
@@ -185,21 +186,24 @@ def _age_key(first: RunLine) -> tuple[object, ...]:
     return first.first_created or 0.0, *recency_key(first)
 
 
-def _parent(line: RunLine, by_key: Mapping[str, RunLine]) -> str:
+def _parent(root: Store, line: RunLine, by_key: Mapping[str, RunLine]) -> str:
     """Return the key of the run that `line` retries or continues; "" if there is none.
 
     For an unreadable directory, it is derived from its key: X for X.r1 and X.m1, X.m1 for X.m2. If
     that run is not in `by_key` and is itself a repaired run, returns the key of the run that it
-    continued.
+    continued. A user may also have chosen a key such as X.m1, so this needs the record of the
+    repair, in a run in the folder `root`.
     """
     if line.state != DAMAGED or line.parent or line.forked_from:
         key = line.parent or line.forked_from or ""
     else:
         match = _RETRY_KEY.match(line.run_key)
         key = match[1] if match else continued_key(line.run_key) or ""
-    while key not in by_key and (continued := continued_key(key)):
-        key = continued
-    return key
+    nearest = key
+    while nearest and nearest not in by_key:
+        nearest = continued_key(nearest) or ""
+    is_repaired = nearest not in ("", key) and root.sub(nearest).holds(SUPERSEDED_BY)
+    return nearest if is_repaired else key
 
 
 def _retry_number(line: RunLine) -> int:
@@ -240,7 +244,7 @@ def _steps_left(root: Store, members: list[RunLine]) -> str | None:
     left.
     """
     by_key = {line.run_key: line for line in members}
-    repaired = {_parent(line, by_key) for line in members if line.forked_from}
+    repaired = {_parent(root, line, by_key) for line in members if line.forked_from}
     for line in members:
         if line.run_key in repaired:
             continue

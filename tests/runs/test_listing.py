@@ -209,6 +209,16 @@ def test_a_repaired_run_keeps_the_first_run_also_if_the_one_between_was_deleted(
     assert set(found.removed) == {"key", "key.r1", "key.m2"} and set(found.kept) == {"next"}
 
 
+def test_the_retry_of_a_deleted_run_whose_key_looks_like_a_repair_belongs_to_no_other_run(tmp_path):
+    first_run(tmp_path)
+    retried(first_run(tmp_path, key="key.m2").store.uri)
+    first_run(tmp_path, key="next")
+    shutil.rmtree(tmp_path / "key.m2")
+    found = prune_runs(str(tmp_path), 1)
+    assert set(found.removed) == {"key"} and set(found.kept) == {"key.m2.r1", "next"}
+    assert "retries failed rows of key.m2, which does not exist" in found.kept["key.m2.r1"]
+
+
 @pytest.mark.parametrize("path", [PLAN, SUCCESS])
 def test_an_unreadable_repaired_run_keeps_the_run_that_it_continues_and_its_retries(tmp_path, path):
     run = first_run(tmp_path)

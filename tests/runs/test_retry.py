@@ -983,6 +983,16 @@ def test_rows_that_a_retry_took_are_known_without_the_repaired_run_between(
     assert {link.run_key for link in chain(fork).runs} == {"key.m2", "key.m2.r1", "key.r1"}
 
 
+def test_a_run_whose_key_looks_like_a_repair_leaves_out_no_rows_of_another_run(
+    tmp_path: Path,
+) -> None:
+    retried(first_run(tmp_path, created="2026-01-01T00:00:00+00:00").store.uri)
+    run = first_run(tmp_path, key="key.m2")
+    fork = repaired(run.store.uri, run.job, 0, {4: "EngineDied"})
+    shutil.rmtree(run.store.uri)
+    assert fork.endswith("key.m3") and taken(retried(fork)) == [4, 7, 11, 18]
+
+
 def test_a_retry_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     run = first_run(tmp_path)
     child = retried(run.store.uri, errors=["ValueError"])
