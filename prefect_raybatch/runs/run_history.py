@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.placeholders import dated_parts
+from prefect_raybatch.ledger.family import load_family, locate_run
 from prefect_raybatch.ledger.ledger import Ledger
+from prefect_raybatch.ledger.row_numbers import among
 from prefect_raybatch.ledger.same_job import differing
 from prefect_raybatch.report.answers import Shift, comparable, shifts
 from prefect_raybatch.report.drift import MOST_RUNS, drifts, enough, prompt_drift
@@ -19,6 +21,7 @@ from prefect_raybatch.report.run_history import (
     replaced_keys,
 )
 from prefect_raybatch.report.verdict import missed_deadline, usual_seconds
+from prefect_raybatch.result.rows import failed_numbers
 from prefect_raybatch.runs.attempts import open_step_of
 from prefect_raybatch.runs.drivers import has_driver
 from prefect_raybatch.runs.finalize_run import load_report
@@ -55,7 +58,7 @@ def history_of(
     lines = matching_runs(output, options)
     broken = {line.run_key: line.trouble for line in lines if line.state == DAMAGED}
     broken = dict(list(broken.items())[:UNREADABLE_SHOWN])
-    lines = with_retries(lines)
+    lines = with_retries(lines, options)
     by_job: dict[str, list[RunLine]] = {} if job is None else {job: []}
     for line in lines:
         if line.job and line.parent is None and (job is None or line.job == job):
@@ -80,8 +83,11 @@ def usual_time(page: HistoryPage, run_key: str) -> float | None:
     return usual_seconds([elapsed for elapsed, good in times if elapsed and good is not None])
 
 
-def with_retries(lines: list[RunLine]) -> list[RunLine]:
-    """Return the runs, with rows that retries answered counted as good and not as quarantined."""
+def with_retries(lines: list[RunLine], options: StoreOptions | None = None) -> list[RunLine]:
+    """Return the runs, with rows that retries answered counted as good and not as quarantined.
+
+    For a repaired run, retries of the damaged runs that it continues count as well.
+    """
     by_place = {line.run: line for line in lines}
     answered: dict[str, int] = {}
     for line in lines:
@@ -95,6 +101,10 @@ def with_retries(lines: list[RunLine]) -> list[RunLine]:
         if root is not line and root.parent is None and line.quarantined is not None:
             rows = line.rows - line.quarantined
             answered[root.run] = answered.get(root.run, 0) + rows
+    for line in lines if any(line.parent for line in lines) else ():
+        if line.forked_from is not None and line.quarantined:
+            rows = _answered_before_repair(line, options)
+            answered[line.run] = answered.get(line.run, 0) + rows
     return [
         line
         if line.run not in answered or line.good is None or line.quarantined is None
@@ -105,6 +115,29 @@ def with_retries(lines: list[RunLine]) -> list[RunLine]:
         )
         for line in lines
     ]
+
+
+def _answered_before_repair(line: RunLine, options: StoreOptions | None) -> int:
+    """Return how many failed rows of a repaired run the retries of its damaged runs answered.
+
+    Returns 0 if the records of one of these runs cannot be read.
+    """
+    root, key = locate_run(line.run, dict(options) if options else None)
+    try:
+        family = load_family(root, key)
+        family.read_former()
+        failed = failed_numbers(family.members[key])
+        pending = failed
+        for retry in family.former.values():
+            if retry.summary is not None:
+                taken = retry.ledger.numbers(retry.plan).all()
+                answered = taken[~among(failed_numbers(retry), taken)]
+                pending = pending[~among(answered, pending)]
+    except STORE_AWAY:
+        raise
+    except RayBatchError:
+        return 0
+    return len(failed) - len(pending)
 
 
 def changed_fields(page: HistoryPage, run: HistoryLine, options: StoreOptions | None) -> str:

@@ -47,6 +47,7 @@ from prefect_raybatch.runs.finalize_run import load_report
 from prefect_raybatch.runs.repair import repair_run
 from prefect_raybatch.runs.retry import NothingToRetry, options_of_retry
 from prefect_raybatch.runs.run import run_of
+from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import status
 from prefect_raybatch.storage import open_store
 
@@ -1031,6 +1032,25 @@ def test_the_chain_and_the_state_of_a_repaired_run_know_the_retries_of_the_damag
         "key.r1": (3, 2, 1),
         "key.r2": (1, 0, 0),
     }
+
+
+def test_the_history_credits_a_repaired_run_with_the_retries_of_the_damaged_run(
+    tmp_path: Path,
+) -> None:
+    run = first_run(tmp_path)
+    child = retried(run.store.uri, failed={7: "ValueError", 11: "ValueError"})
+    retried(child, failed={7: "ValueError"})
+    fork = repaired(run.store.uri, run.job, 0, {3: "EngineDied"})  # row 4 is answered this time
+
+    def counts() -> dict[str, tuple[int | None, int | None]]:
+        (page,) = history_of(str(tmp_path))
+        return {line.run_key: (line.good, line.quarantined) for line in page.runs}
+
+    assert counts() == {"key": (19, 1), "key.m1": (18, 2)}  # rows 3 and 7 are left
+    retried(fork)
+    assert counts()["key.m1"] == (19, 1)
+    shutil.rmtree(run.store.uri)
+    assert counts() == {"key.m1": (19, 1)}
 
 
 @pytest.mark.parametrize("compact", [True, False])
