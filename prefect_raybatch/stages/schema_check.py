@@ -28,7 +28,7 @@ class AnswerMisfit(ValueError):
     """Why an answer does not fit a schema: where in the answer (`place`), and by which `rule`.
 
     A place is a path such as `.items[0]`. A rule is a keyword of JSON Schema, or a word such as
-    "JSON" or "time" for another fault.
+    "JSON", "time" or "check" for another fault.
     """
 
     def __init__(self, place: str, rule: str, message: str):
@@ -73,6 +73,12 @@ class SchemaCheck:
         except Unresolvable as missing:
             raise AnswerMisfit(
                 "", "$ref", f"the schema refers to {missing.ref!r}, which it does not define"
+            ) from None
+        except (AnswerMisfit, RecursionError, MemoryError):
+            raise
+        except Exception as failure:  # jsonschema cannot check this value, e.g. 10 ** 309
+            raise AnswerMisfit(
+                "", "check", f"it cannot be checked: {type(failure).__name__}: {failure}"
             ) from None
         place = "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in error.absolute_path)
         raise AnswerMisfit(place, str(error.validator), error.message)

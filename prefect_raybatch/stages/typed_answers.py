@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from typing import Never
@@ -85,8 +86,8 @@ def _parsed(text: str) -> AnswerObject:
 def _object(pairs: Sequence[tuple[str, object]]) -> AnswerObject:
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
         raise AnswerMisfit("", "JSON", f"duplicate property {twice!r}")
     return made
 

@@ -98,6 +98,17 @@ def test_what_does_not_fit(text, said):
     assert said in reason(text)
 
 
+@pytest.mark.parametrize("step", [0.5, 0.01, 1e-300])
+def test_an_answer_that_cannot_be_checked_fails_its_row_and_not_its_shard(tmp_path, step):
+    """jsonschema divides by the step, and a float holds no number of 350 digits."""
+    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "share": {"multipleOf": step}}}
+    texts = [json.dumps({**GOOD, "share": share}) for share in (10**350, 1.0)]
+    receipt = finish(tmp_path, texts, {}, schema_model=schema)
+    assert (receipt.good.ranges, receipt.failed.ranges) == (((1, 2),), ((0, 1),))
+    (message,) = tables(tmp_path, receipt)["quarantine"]["message"].to_pylist()
+    assert "at its root (check)" in message and "OverflowError" in message
+
+
 def test_the_place_and_the_rule_are_what_failures_are_counted_by():
     first, second = (read(json.dumps({**GOOD, "staff": n})) for n in (-1, -2))
     assert isinstance(first, Failure) and isinstance(second, Failure)
