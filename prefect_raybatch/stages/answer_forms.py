@@ -25,7 +25,7 @@ from prefect_raybatch.stages.label_cutoff import grammar_bytes
 from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 from prefect_raybatch.stages.typed_answers import MAX_ANSWER, MAX_REASON, NOT_VALID
 
-XGRAMMAR_SECONDS = 2.0  # most seconds that xgrammar may take to check one answer
+XGRAMMAR_SECONDS = 2.0  # most CPU seconds that xgrammar may take to check one answer
 FORM_FIELDS = ("choice", "structured_outputs")
 FormCheck = Callable[[str], str | None]
 """Type of functions that return why a text does not have a form, or None if it does."""
@@ -260,7 +260,7 @@ def by_xgrammar(kind: str, value: str) -> Matches:
     """Return a function that returns whether a text matches `value`, checked with xgrammar.
 
     `kind` says what `value` is: "regex", "grammar" or "structural_tag". The function returns None
-    if the check takes longer than XGRAMMAR_SECONDS. It returns None for every text if xgrammar is
+    if the check takes over XGRAMMAR_SECONDS of CPU time, and for every text if xgrammar is
     missing or cannot use `value`.
     """
     try:
@@ -281,9 +281,9 @@ def by_xgrammar(kind: str, value: str) -> Matches:
 
     def matches(text: str) -> bool | None:
         matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
-        until = time.monotonic() + XGRAMMAR_SECONDS
+        until = time.thread_time() + XGRAMMAR_SECONDS
         for character in text:  # ambiguous patterns take the cube of the text's length
-            if time.monotonic() > until:
+            if time.thread_time() > until:
                 return None
             if not matcher.accept_string(character):
                 return False

@@ -128,7 +128,11 @@ def test_a_row_is_compared_with_its_own_form(tmp_path):
         ({"grammar": 'start: "a" /[0-9]+/'}, ["a12"], ["a", ""]),
         ({"json": SCHEMA}, ['{"a":5}', ' {"a": 10}\n'], ["", "{}", '{"a":"5"}', '{"a":5', "5"]),
         ({"json": {"type": "string", "maxLength": 2}}, ['"ab"'], ['"abc"', "ab"]),
-        ({"json": {"multipleOf": 0.5}}, ["1.5"], ["NaN", "1e999", "1" * 400]),  # errors in jsonschema
+        (
+            {"json": {"multipleOf": 0.5}},
+            ["1.5"],
+            ["NaN", "1e999", "1" * 400],
+        ),  # errors in jsonschema
         ({"json_object": True}, ["{}", '{"a": [1]}'], ["", "[]", '{"a"', "[" * 100_000]),
         ({"choice": ["x", "y"], "regex": None}, ["x"], ["z"]),
     ],

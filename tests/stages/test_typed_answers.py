@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,8 +18,10 @@ from helpers.specs import finish_stage
 from prefect_raybatch.job.answer_schema import schema_text
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.ledger.records import Receipt, Unit
+from prefect_raybatch.stages import schema_check
 from prefect_raybatch.stages.block import Failure, tag
 from prefect_raybatch.stages.columns import FINISH, TEXTS
+from prefect_raybatch.stages.schema_check import AnswerMisfit, SchemaCheck
 from prefect_raybatch.stages.typed_answers import reader_of
 from prefect_raybatch.storage import open_store
 
@@ -107,6 +112,47 @@ def test_an_answer_that_cannot_be_checked_fails_its_row_and_not_its_shard(tmp_pa
     assert (receipt.good.ranges, receipt.failed.ranges) == (((1, 2),), ((0, 1),))
     (message,) = tables(tmp_path, receipt)["quarantine"]["message"].to_pylist()
     assert "at its root (check)" in message and "OverflowError" in message
+
+
+def fits(schema: Any, value: Any) -> bool:
+    try:
+        SchemaCheck(json.dumps(schema))(value)
+    except AnswerMisfit as misfit:
+        assert misfit.rule == "uniqueItems"
+        return False
+    return True
+
+
+def test_items_are_unique_as_json_has_it_and_many_are_compared_soon():
+    unique = {"uniqueItems": True, "items": {"uniqueItems": True}}
+    for items in ([1, True], [0, False], [[1], [True]], [1, "1"], [None, 0], [{"a": 1}, {"b": 1}]):
+        assert fits(unique, items) and not fits(unique, [*items, items[0]])
+        assert fits({"uniqueItems": False}, [*items, items[0]])
+    for items in (
+        [1, 1.0],
+        [0, -0.0],
+        [1e300, int(1e300)],
+        [{"a": [1], "b": 2}, {"b": 2, "a": [1.0]}],
+    ):
+        assert not fits(unique, items)
+    assert not fits(unique, [[1, 2], [3, 3]]) and fits(unique, "aa")
+    # jsonschema compares each pair of objects, for an hour here.
+    many = [{"a": number} for number in range(50_000)]
+    assert fits(unique, many) and not fits(unique, [*many, many[-1]])
+
+
+@pytest.mark.parametrize(("clock", "passes"), [("monotonic", True), ("thread_time", False)])
+def test_the_limit_counts_the_cpu_time_of_a_check_and_not_the_time_of_a_busy_node(
+    monkeypatch, clock, passes
+):
+    hours = itertools.count(0, 3600)
+    clocks = {"monotonic": time.monotonic, "thread_time": time.thread_time}
+    slow = {**clocks, clock: lambda: float(next(hours))}
+    monkeypatch.setattr(schema_check, "time", SimpleNamespace(**slow))
+    if passes:
+        assert read(json.dumps(GOOD))[0] == GOOD
+    else:
+        assert "took over 10 s" in reason(json.dumps(GOOD))
 
 
 def test_the_place_and_the_rule_are_what_failures_are_counted_by():
