@@ -518,7 +518,7 @@ def publish_run(
         step = attempts.recorded_step(store, job.name, member.key, PUBLISHING, secrets_of(job))
     with step:
         if report is not None:
-            check_accuracy(report, member, job.quality)
+            check_accuracy(report, member, job.quality, job.output)
         return publish_member(member, job.output.publish, options, observe)
 
 

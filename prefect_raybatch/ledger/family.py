@@ -126,7 +126,7 @@ def load_family(root: Store, key: str) -> Family:
     member = _member(root, key)
     if member is None:
         raise no_run(root.sub(key))
-    first = _first(root, member)
+    first = root_member(root, member)
     family = Family(root, first.key, {first.key: first}, "")
     _read_retries(family)
     return family
@@ -202,8 +202,8 @@ def _try(root: Store, key: str, family: Family) -> Plan | CorruptRun | None:
     return member.plan
 
 
-def _first(root: Store, member: Member) -> Member:
-    """Return the root run of `member`'s family; `member` itself if it has no parent.
+def root_member(root: Store, member: Member) -> Member:
+    """Return the root run of `member`'s family in the folder `root`; `member` if it has no parent.
 
     Raises `CorruptRun` if an ancestor of `member` is missing or unreadable.
     """

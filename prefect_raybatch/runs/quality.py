@@ -19,7 +19,7 @@ from prefect_raybatch.job.judge import judge_fields
 from prefect_raybatch.job.output import Output
 from prefect_raybatch.job.quality import Quality
 from prefect_raybatch.job.tasks import TaskName, pools
-from prefect_raybatch.ledger.family import Member
+from prefect_raybatch.ledger.family import Member, locate_run, root_member
 from prefect_raybatch.quality.accuracy import Accuracy, put_accuracy, read_accuracy
 from prefect_raybatch.quality.alarm import ACCURACY
 from prefect_raybatch.quality.golden import (
@@ -30,6 +30,7 @@ from prefect_raybatch.quality.golden import (
     check_golden_columns,
     read_golden,
 )
+from prefect_raybatch.quality.judgement import read_judgement
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.runs.finalize_run import load_report, put_pages
 from prefect_raybatch.runs.series import MeasuredRun, accuracy_in, series_with
@@ -235,25 +236,33 @@ def _measured(
     return report
 
 
-def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
+def check_accuracy(report: RunReport, member: Member, quality: Quality, output: Output) -> None:
     """Raise `QualityTooLow` if the run's accuracy is too low, or not known, to publish it.
 
     The lower end of the accuracy's interval must reach quality.at_least. The accuracy is measured
-    on golden rows or, in a job without them, by the judge. Does nothing without quality.at_least,
-    and for a retry of failed rows: the run that it retries was checked.
+    on golden rows or, in a job without them, by the judge. A retry of failed rows is not measured:
+    for it, the recorded accuracy of its family's root run counts. Does nothing without
+    quality.at_least.
     """
     least = quality.at_least
-    accuracy = report.accuracy if quality.golden is not None else report.judgement
-    if least is None or member.plan.parent is not None:
+    if least is None:
         return
+    accuracy = report.accuracy if quality.golden is not None else report.judgement
+    run, whose, then = report.run, "its accuracy", ""
+    if member.plan.parent is not None:
+        folder, _ = locate_run(member.ledger.store.uri, output.options or None)
+        store = root_member(folder, member).ledger.store
+        accuracy = read_accuracy(store) if quality.golden is not None else read_judgement(store)
+        run, whose = store.uri, f"the accuracy of {store.uri}, whose rows it retries,"
+        then = f", then: raybatch publish {report.run} --job JOB"
     outcome = "was not published"
     if report.published:
         targets = ", ".join(one.target for one in report.published)
         outcome = f"stays published to {targets}, and nothing else was published"
     if accuracy is None:
         raise QualityTooLow(
-            f"{report.run} {outcome}: its accuracy was not measured, and quality.at_least is "
-            f"{least:g}. Run: raybatch publish {report.run} --job JOB"
+            f"{report.run} {outcome}: {whose} was not measured, and quality.at_least is "
+            f"{least:g}. Run: raybatch publish {run} --job JOB{then}"
         )
     if accuracy.low >= least:
         return
@@ -262,7 +271,7 @@ def check_accuracy(report: RunReport, member: Member, quality: Quality) -> None:
     else:
         remedy = accuracy.remedy(least)
     raise QualityTooLow(
-        f"{report.run} {outcome}: its accuracy is {accuracy.text()}, and quality.at_least "
+        f"{report.run} {outcome}: {whose} is {accuracy.text()}, and quality.at_least "
         f"{least:g} needs the lower end of the interval. {remedy}, then run: raybatch publish "
-        f"{report.run} --job JOB"
+        f"{run} --job JOB{then}"
     )

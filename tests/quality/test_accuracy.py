@@ -17,6 +17,7 @@ import pytest
 import yaml
 from helpers.command_line import called
 from helpers.engines import FakeEngine
+from helpers.retries import FAILED, first_run, retried
 from helpers.small import make_job
 
 from prefect_raybatch.api import (
@@ -391,6 +392,41 @@ def test_a_run_that_was_not_measured_is_not_published(tmp_path: Path) -> None:
     with pytest.raises(QualityTooLow, match=r"not measured.*raybatch publish .*second --job"):
         publish_run(None, run.uri, targets_from_plan=True)
     assert publish_run(job, run.uri).published
+
+
+def test_a_retry_is_published_only_if_the_accuracy_of_the_first_run_shows(tmp_path: Path) -> None:
+    """Its rows are no sample of the input, so the first run's recorded accuracy counts."""
+    target = {"format": "jsonl", "uri": str(tmp_path / "published")}
+    for right, withheld in ((5, True), (16, False)):
+        root, rows = tmp_path / str(right), [i for i in range(20) if i not in FAILED]
+        lines = [f"{i},answer {i if n < right else 'x'}" for n, i in enumerate(rows)]
+        golden = golden_file(tmp_path, "id,response\n" + "\n".join(lines), f"{right}.csv")
+        quality = {"golden": golden, "key": ["id"], "at_least": 0.7}
+        run = first_run(root, output={"publish": [target]}, quality=quality)
+        job = run.job
+        again = retried(retried(run.store.uri, failed={4: "EngineDied"}, job=job), job=job)
+        if not withheld:
+            assert publish_run(job, again).published
+            continue
+        with pytest.raises(QualityTooLow) as error:
+            publish_run(job, again)
+        whose = f"the accuracy of {run.store.uri}, whose rows it retries, is 31.2%"
+        assert str(error.value).startswith(f"{again} was not published: {whose}")
+        steps = [f"raybatch publish {uri} --job JOB" for uri in (run.store.uri, again)]
+        assert str(error.value).endswith(f"then run: {steps[0]}, then: {steps[1]}")
+        assert not (tmp_path / "published").exists()
+
+
+def test_a_retry_of_a_run_that_was_not_measured_is_not_published(tmp_path: Path) -> None:
+    run = first_run(
+        tmp_path, output={"publish": [{"format": "jsonl", "uri": str(tmp_path / "to")}]}
+    )
+    golden = golden_file(tmp_path, "id,response\n1,answer 1\n")
+    changes = {"quality.golden": golden, "quality.key": ["id"], "quality.at_least": 0.01}
+    job = edited(run.job, changes, "the job")
+    match = rf"the accuracy of {run.store.uri}, .* was not measured.*publish {run.store.uri} --job"
+    with pytest.raises(QualityTooLow, match=match):
+        publish_run(job, retried(run.store.uri, job=job))
 
 
 @pytest.mark.usefixtures("without_ray")

@@ -21,6 +21,7 @@ from helpers.command_line import called
 from helpers.engines import FakeEngine
 from helpers.openai_server import Answer, OpenAIServer, completion, failing, openai_server
 from helpers.ports import free_ports
+from helpers.retries import retried
 from helpers.small import make_job
 
 from prefect_raybatch import api
@@ -465,6 +466,24 @@ def test_what_the_judge_calls_wrong_withholds_publishing(tmp_path, server):
     verdict_of(server, lambda row: True)
     other = job_of(tmp_path, server, {"sample": 50}, quality={"at_least": 0.9}, output=published)
     assert publish_run(other, report.run).published  # judged again, by a larger sample
+
+
+def test_a_retry_of_a_run_that_the_judge_calls_wrong_is_not_published(tmp_path, server):
+    class Refuses(FakeEngine):
+        def refused(self, number: int) -> bool:
+            return number == 3
+
+    verdict_of(server, lambda row: False)
+    published = {"publish": [{"format": "jsonl", "uri": str(tmp_path / "published")}]}
+    some = {"limits": {"max_failed_fraction": 1.0}, "output": published}
+    job = job_of(tmp_path, server, quality={"at_least": 0.5}, **some)
+    run = plan_run(job, "night")
+    finalize_run(job, run, infer_run(job, run, engine=Refuses))
+    asked = len(server.bodies)
+    again = retried(run.uri, job=job)
+    with pytest.raises(QualityTooLow, match=rf"the accuracy of {run.uri}, whose rows it retries"):
+        publish_run(job, again)
+    assert len(server.bodies) == asked and not (tmp_path / "published").exists()
 
 
 def test_a_run_judged_again_stays_known_to_the_series_that_it_left(tmp_path, server):
