@@ -123,7 +123,7 @@ def _of_parent(output: OutputSpec, plan: Plan) -> PrecisionNote | None:
     if plan.parent is None:
         return None
     root = open_store(output.uri, dict(output.options) or None)
-    found = read_precision(root.sub(plan.parent))
+    found = precision_of(root.sub(plan.parent))
     return None if found is None else replace(found, by=plan.parent, tries=(), itself=None)
 
 

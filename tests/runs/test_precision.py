@@ -26,6 +26,7 @@ from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.driver.cost import CostMeter
 from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.increments import requests_ledger
 from prefect_raybatch.ledger.layout import PRECISION
 from prefect_raybatch.ledger.ledger import Ledger
 from prefect_raybatch.ledger.plan_tables import Shards
@@ -216,6 +217,21 @@ def test_a_retry_takes_its_parents_decision(planned):
     note = read_precision(child.store)
     assert run.engines == made and note is not None and note.by == "k"
     assert decision_text(note) == "quantization: fp8, as decided in run k"
+
+
+def test_a_retry_takes_the_decision_of_its_parents_requests_phase(planned):
+    run = planned()
+    run.decide()
+    note = read_precision(run.store)
+    assert note is not None
+    record_precision(requests_ledger(run.store).store, note)
+    (run.folder / "out/k" / PRECISION).unlink()
+    child = Ledger(open_store(str(run.folder / "out")).sub("k.r1"))
+    plan = replace(run.plan, run_key="k.r1", parent="k", rows=2, numbers_table="n.parquet")
+    retry = replace(run, plan=plan, ledger=child)
+    assert retry.decide(**{Fp8Engine.EVERY: "2"}) == {"quantization": "fp8"}
+    note = read_precision(child.store)
+    assert note is not None and (note.by, note.tries) == ("k", ())
 
 
 def test_a_run_is_not_resumed_in_another_precision(planned):
