@@ -226,7 +226,7 @@ class Pipeline:
         except ActorDiedError as error:
             if IN_CONSTRUCTOR in str(error):
                 raise  # no process died: an error of this package
-            if _is_nodes(error):
+            if is_node_loss(error):
                 return NODE_LOST
             loss = self._died_starting(error)
             if not has_receipts:
@@ -697,7 +697,7 @@ def _short_errors(node_errors: list[str]) -> Iterator[None]:
     def short(record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1]:
             text = _first_line(record.exc_info[1])
-            record.lost_with_node = text if _is_nodes(record.exc_info[1]) else ""
+            record.lost_with_node = text if is_node_loss(record.exc_info[1]) else ""
             record.msg = f"{record.msg} {text}"
             record.exc_info = None
         if text := getattr(record, "lost_with_node", ""):
@@ -732,7 +732,7 @@ def _died_in_a_row(error: EnginesDied) -> Loss:
     )
 
 
-def _is_nodes(error: BaseException) -> bool:
+def is_node_loss(error: BaseException) -> bool:
     """Return whether a task or its input was lost because a node died, not only a process."""
     by_class = isinstance(error, (NodeDiedError, ObjectLostError))
     return by_class or (isinstance(error, ActorDiedError) and "node has died" in str(error))

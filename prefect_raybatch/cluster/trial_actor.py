@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from prefect_raybatch.bounded import Returned
 from prefect_raybatch.cluster.warm import ActorOptions
 from prefect_raybatch.errors import EngineFailure, RayBatchError
-from prefect_raybatch.stages.trial import RowOutcome, SampledRow, TrialEngine, TrialStages
+from prefect_raybatch.stages.trial import (
+    RowOutcome,
+    SampledRow,
+    TrialEngine,
+    TrialStages,
+    interrupted,
+)
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -34,8 +40,9 @@ def trial_on_worker(
 
     The function returns the outcome of each row; with its argument True, it sends the rows in
     another order. `engine` is the class of the engine stage, which runs with `stages` in an actor
-    with these Ray `resources`. Raises the errors of `TrialEngine`, `EngineFailure` if the worker
-    dies, and the error that `halted` returns once the run is stopped.
+    with these Ray `resources`. Raises the errors of `TrialEngine`, `EngineFailure` if the worker's
+    process dies, `IncompleteRun` if its node is lost or another error ends the trial, and the error
+    that `halted` returns once the run is stopped.
     """
     import ray
 
@@ -54,7 +61,9 @@ def trial_on_worker(
 
 def _waited(reference: ObjectRef[Returned], halted: Callable[[], RayBatchError | None]) -> Returned:
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+    from prefect_raybatch.cluster.pipeline import is_node_loss
 
     while not ray.wait([reference], timeout=HALT_LOOK)[0]:
         if (stopped := halted()) is not None:
@@ -63,6 +72,8 @@ def _waited(reference: ObjectRef[Returned], halted: Callable[[], RayBatchError |
         return ray.get(reference)
     except RayTaskError as error:
         cause = error.cause
-        raise (cause if isinstance(cause, RayBatchError) else EngineFailure(str(cause))) from None
+        raise (cause if isinstance(cause, RayBatchError) else interrupted(str(cause))) from None
     except RayActorError as error:
+        if isinstance(error, ActorUnavailableError) or is_node_loss(error):
+            raise interrupted(f"the node of its engine was lost: {error}") from None
         raise EngineFailure(f"the trial's worker died: {error}") from None

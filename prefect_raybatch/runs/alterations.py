@@ -15,6 +15,7 @@ from prefect_raybatch.errors import (
     ConfigError,
     EngineFailure,
     EngineStartError,
+    IncompleteRun,
     InsufficientResources,
 )
 from prefect_raybatch.ledger.precision import PrecisionTry
@@ -111,14 +112,24 @@ def agreements(
     try:
         with bench.sample_engine(bench.spec, "how far answers agree") as ask:
             plain = ask(False)
-    except (ConfigError, EngineStartError, EngineFailure, InsufficientResources) as error:
+    except (
+        ConfigError,
+        EngineStartError,
+        EngineFailure,
+        IncompleteRun,
+        InsufficientResources,
+    ) as error:
         log.warning("the unchanged job failed, so nothing can be compared with it: %s", error)
         for changes in tried:
             yield PrecisionTry(_texts(changes), 0, 0, 0.0, 0.0, (), f"as the job is: {error}")
         return
     confidence = bonferroni_confidence(len(tried))
     for changes in tried:
-        yield bench.tried(changed(changes), _texts(changes), plain, confidence)
+        try:
+            found = bench.tried(changed(changes), _texts(changes), plain, confidence)
+        except IncompleteRun as error:  # a node was lost, for example
+            found = PrecisionTry(_texts(changes), 0, 0, 0.0, confidence, (), str(error))
+        yield found
 
 
 def _texts(changes: Changes) -> dict[str, str]:

@@ -80,7 +80,8 @@ def decided_precision(
 
     Raises `CorruptRun` if shards are committed without a decision, and `ConfigError` if the input
     has too few rows to show the required agreement. If the unquantized model does not work, raises
-    `EngineFailure` or the error with which a shard of the sample failed.
+    `EngineFailure` or the error with which a shard of the sample failed. If a trial is interrupted,
+    for example by a lost node, raises an error that is worth a retry, and records nothing.
     """
     note = read_precision(ledger.store)
     if note is None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch.errors import EngineFailure, RayBatchError, SourceError
+from prefect_raybatch.errors import EngineFailure, IncompleteRun, RayBatchError, error_class
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.ledger.layout import POSITION_COLUMN, piece_path
 from prefect_raybatch.ledger.records import Receipt
@@ -74,7 +74,8 @@ class TrialEngine:
         are left out. `again`: send the rows in reverse order.
 
         Raises `SourceError` for unreadable rows, `EngineStartError` if the engine does not start,
-        and `EngineFailure` if it died with every block, or if another stage failed.
+        `EngineFailure` if it died with every block, and an error that is worth a retry for a loss
+        that says nothing about the engine, such as a store that does not answer.
         """
         blocks = self._prepared()
         if again:
@@ -107,7 +108,7 @@ class TrialEngine:
 
         A block with which the engine died is sent once more, alone. If the engine dies again, the
         block is left out. Raises `EngineFailure` if every block was left out. If a block is lost
-        for a fatal reason, raises that error.
+        for another reason, raises the error of that reason.
         """
         with ThreadPoolExecutor(BLOCKS_ASKED) as pool:
             first = list(pool.map(self.engine, blocks))
@@ -117,8 +118,8 @@ class TrialEngine:
                 answered = self.engine(block)
             if is_lost(answered):
                 loss = losses(answered)[0]
-                if loss.fatal:
-                    raise loss.to_error()
+                if loss.fatal or not loss.may_be_caused_by_row:
+                    raise _error_of(loss)
                 why = str(loss)
                 continue
             made.append(answered)
@@ -149,8 +150,16 @@ class TrialEngine:
         return found
 
 
+def interrupted(reason: str) -> IncompleteRun:
+    """Return the error of a trial that ended for a `reason` which says nothing about the engine."""
+    return IncompleteRun(f"the trial on sampled rows was interrupted: {reason}. Run the job again")
+
+
 def _error_of(loss: Loss) -> RayBatchError:
-    return loss.to_error() if loss.fatal else EngineFailure(loss.message)
+    kind = error_class(loss.kind)
+    if loss.fatal or (kind is not None and kind.transient):
+        return loss.to_error()
+    return interrupted(str(loss))
 
 
 def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
@@ -159,7 +168,7 @@ def _taken(shard: tuple[Read, Sequence[int]]) -> pa.Table:
     for table in tables:
         if is_lost(table):
             loss = losses(table)[0]
-            raise loss.to_error() if loss.fatal else SourceError(loss.message)
+            raise _error_of(loss)
     return pa.concat_tables(tables).take(pa.array(positions))
 
 

@@ -24,8 +24,15 @@ from prefect_raybatch.cluster.sharing import Tenant
 from prefect_raybatch.compile.job import compile_job, compile_planned
 from prefect_raybatch.compile.resolved import fingerprint
 from prefect_raybatch.driver.cost import CostMeter
-from prefect_raybatch.errors import ConfigError, CorruptRun, PlanMismatch
+from prefect_raybatch.errors import (
+    ConfigError,
+    CorruptRun,
+    EngineFailure,
+    IncompleteRun,
+    PlanMismatch,
+)
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.ledger.failures import ENGINE_DIED, Loss
 from prefect_raybatch.ledger.increments import requests_ledger
 from prefect_raybatch.ledger.layout import PRECISION
 from prefect_raybatch.ledger.ledger import Ledger
@@ -35,9 +42,11 @@ from prefect_raybatch.ledger.records import Plan
 from prefect_raybatch.report.html import html
 from prefect_raybatch.report.records import RunReport
 from prefect_raybatch.report.report import markdown
+from prefect_raybatch.runs.alterations import agreements
 from prefect_raybatch.runs.precision import decided_precision, decision_text, drawn_rows
 from prefect_raybatch.runs.run import load_run
 from prefect_raybatch.sizing.sizes import Capacity
+from prefect_raybatch.stages.block import lost_block_like
 from prefect_raybatch.stages.trial import TrialEngine, compared, pooled_answers
 from prefect_raybatch.storage import Store, open_store
 
@@ -170,6 +179,80 @@ def test_an_error_that_says_nothing_of_the_precision_ends_the_run(planned, kind)
     with pytest.raises(getattr(errors, kind), match="no kernel for fp8"):
         run.decide(**{Fp8Engine.REFUSES: kind})
     assert read_precision(run.store) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [
+        (Loss("NodeLeaves", "its node is being drained"), IncompleteRun),
+        (Loss("OSError", "no space left on device"), IncompleteRun),
+        (Loss("StoreUnavailable", "no answer"), errors.StoreUnavailable),
+    ],
+)
+def test_a_trial_that_is_interrupted_is_repeated_and_says_nothing_of_the_precision(
+    planned, loss, error
+):
+    class Interrupted(Fp8Engine):
+        def __call__(self, table: Any) -> Any:
+            return lost_block_like(table, loss) if self.fp8 else super().__call__(table)
+
+    run = planned()
+    with pytest.raises(error, match=loss.message) as caught:
+        run.decide(Interrupted)
+    assert caught.value.transient and read_precision(run.store) is None
+    assert run.decide() == {"quantization": "fp8"}
+
+
+def test_tuning_goes_on_after_an_interrupted_trial_and_says_why():
+    class Bench:
+        spec = None
+
+        @contextmanager
+        def sample_engine(self, spec: Any, why: str) -> Iterator[Any]:
+            yield lambda again: {}
+
+        def tried(self, *_: Any) -> Any:
+            raise IncompleteRun("its node was lost")
+
+    changes = [{"engine.quantization": "fp8"}, {"engine.kv_cache_dtype": "fp8"}]
+    found = list(agreements(Bench(), changes, lambda changes: None))
+    assert [(one.tried, one.error) for one in found] == [(c, "its node was lost") for c in changes]
+
+
+def test_an_engine_that_dies_in_fp8_is_recorded(planned):
+    class Dies(Fp8Engine):
+        def __call__(self, table: Any) -> Any:
+            dead = Loss(ENGINE_DIED, "illegal memory access")
+            return lost_block_like(table, dead) if self.fp8 else super().__call__(table)
+
+    run = planned()
+    assert run.decide(Dies) == {}
+    note = read_precision(run.store)
+    assert note is not None and "illegal memory access" in note.tries[0].error
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("The actor died because its node has died. Node Id: 3f", IncompleteRun),
+        ("Worker exit detail: the process was killed by SIGSEGV", EngineFailure),
+    ],
+)
+def test_a_worker_that_is_lost_with_its_node_is_told_from_one_whose_process_dies(
+    monkeypatch, message, error
+):
+    import ray
+    from ray.exceptions import ActorDiedError
+
+    died = ActorDiedError()
+    died.error_msg = message
+    monkeypatch.setattr(ray, "remote", mock.MagicMock())
+    monkeypatch.setattr(ray, "wait", lambda references, timeout: (references, []))
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=died))
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    worker = trial_actor.trial_on_worker(Fp8Engine, mock.Mock(), {})
+    with worker as ask, pytest.raises(error, match=message):
+        ask(False)
 
 
 def test_what_fails_together_is_tried_apart(planned):
