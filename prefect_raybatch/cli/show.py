@@ -228,9 +228,10 @@ def _plan_facts(plan: DryRun) -> list[tuple[str, list[str]]]:
     about = "about " if plan.rows_guessed else ""
     columns = (f"{name}: {kind}" for name, kind in zip(plan.columns, plan.types, strict=True))
     kept = ", including those that the first model answers" if plan.first is not None else ""
-    # Tokens of a hosted model are priced for the larger model alone; GPU-hours of an earlier run
-    # include both models.
-    cost_of = "cost of larger" if plan.hosted is not None else "cost of both"
+    # Tokens of a hosted model are priced for each model alone; GPU-hours of an earlier run include
+    # both models.
+    apart = plan.hosted is not None or (plan.first is not None and plan.first.hosted is not None)
+    cost_of = "cost of larger" if apart else "cost of both"
     return [
         ("input", [f"{about}{counted(plan.rows, 'row')} {_input_place(plan)}"]),
         ("columns", [", ".join(columns)]),

@@ -28,7 +28,13 @@ from prefect_raybatch.plan.prompt_lengths import PromptLengths
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.quality.golden import Golden
 from prefect_raybatch.runs.arrangement import LearningSpec, expected_arrangement
-from prefect_raybatch.runs.estimate import CostEstimate, estimate, hosted_estimate, with_judge
+from prefect_raybatch.runs.estimate import (
+    CostEstimate,
+    estimate,
+    hosted_estimate,
+    with_first,
+    with_judge,
+)
 from prefect_raybatch.runs.judge_cost import HostedJudge, UnknownCost, judge_cost_text
 from prefect_raybatch.runs.plan_run import (
     answer_spec,
@@ -240,10 +246,11 @@ def dry_run_resolved(
     reuse = _reuse_plan(checked, run_key) if spec.reuse.keeps else None
     left = rows if rows_left is None else rows_left
     cost = _cost(spec, hosted, fitted, left if reuse is None else reuse.counts.asked, rows)
-    judged, cost = _judge_plan(checked, cost)
     first = None
     if checked.resolved.first is not None:
         first = dry_run_resolved(checked.resolved.first, run_key, what_if, sample)
+        first = _with_own_cost(first, hosted, is_done=left < rows)
+    judged, cost = _judge_plan(checked, cost, None if first is None else first.cost)
     return DryRun(
         job=job.name,
         rows=rows,
@@ -271,7 +278,7 @@ def dry_run_resolved(
         reuse=reuse,
         cost=cost,
         rows_guessed=found.guessed,
-        first=first and replace(first, cost=None),  # the estimate is that of both models
+        first=first,
         golden=golden_plan(checked.golden),
         judged=judged,
         at_most=None if spec.cascade is None else spec.cascade.at_most,
@@ -322,14 +329,29 @@ def _cost(
     return None if cost is None else hosted_estimate(cost, rows, most, currency, assumes)
 
 
-def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, CostEstimate | None]:
+def _with_own_cost(first: DryRun, hosted: HostedRows | None, is_done: bool) -> DryRun:
+    """Return a cascade's first model with its own cost; with none if the larger's includes it.
+
+    The larger model's estimate includes it if both use GPUs. `hosted` is None if the larger model
+    is not hosted. `is_done`: the larger model has answered rows, so the first one is done. Warnings
+    are left out, because limits.max_cost is for both models.
+    """
+    apart = not is_done and (hosted is not None or first.hosted is not None)
+    return replace(first, cost=replace(first.cost, warning=None) if first.cost and apart else None)
+
+
+def _judge_plan(
+    checked: _Checked, cost: CostEstimate | None, first: CostEstimate | None
+) -> tuple[str, CostEstimate | None]:
     """Return (text on the rows to judge, `cost`).
 
     The text includes the cost of a hosted judge. `cost` is the estimate for the run. It gets a
-    warning if rows and judge together cost more than limits.max_cost.
+    warning if the rows, or rows and judge together, cost more than limits.max_cost. `first` is the
+    cost of a cascade's first model if `cost` does not include it.
     """
     spec, job = checked.spec, checked.resolved.job
     text, currency = judge_plan(job.quality, checked.rows), spec.cluster.prices.currency
+    cost = with_first(cost, first, spec.limits.max_cost, currency)
     judge = _hosted_judge(checked)
     if judge is None:
         return text, cost
@@ -339,7 +361,7 @@ def _judge_plan(checked: _Checked, cost: CostEstimate | None) -> tuple[str, Cost
     except UnknownCost as error:
         return f"{text}; its cost is unknown: {error}", cost
     text = f"{text}; {judge_cost_text(most, currency)}"
-    return text, with_judge(cost, most, spec.limits.max_cost, currency)
+    return text, with_judge(cost, first, most, spec.limits.max_cost, currency)
 
 
 def _hosted_judge(checked: _Checked) -> HostedJudge | None:

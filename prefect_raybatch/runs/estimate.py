@@ -110,22 +110,52 @@ def hosted_estimate(
     return replace(found, warning=f"{limit} may stop the run before it is complete: {found.line()}")
 
 
+def with_first(
+    estimate: CostEstimate | None, first: CostEstimate | None, most: float | None, currency: str
+) -> CostEstimate | None:
+    """Return `estimate`, with a warning if both models of a cascade cost more than limits.max_cost.
+
+    `estimate` is for the larger model, `first` for the first one, None if `estimate` includes it.
+    `most` is limits.max_cost. Returns `estimate` unchanged if it, `most` or the cost of the first
+    model is None.
+    """
+    if estimate is None or most is None or first is None or first.cost is None:
+        return estimate
+    if first.cost + (estimate.cost or 0.0) <= most:
+        # A limit that has no effect on the larger model applies to the first one.
+        return estimate if estimate.cost is not None else replace(estimate, warning=None)
+    text = (
+        f"limits.max_cost {money(most, currency)} may stop the run before it is complete. First "
+        f"model: {first.line()}; larger model: {estimate.line()}"
+    )
+    return replace(estimate, warning=text)
+
+
 def with_judge(
-    estimate: CostEstimate | None, judge: float, most: float | None, currency: str
+    estimate: CostEstimate | None,
+    first: CostEstimate | None,
+    judge: float,
+    most: float | None,
+    currency: str,
 ) -> CostEstimate | None:
     """Return `estimate`, with a warning if rows and judge together cost more than limits.max_cost.
 
-    `judge` is the cost of a hosted judge, `most` is limits.max_cost. Returns `estimate` unchanged
-    if it or `most` is None, or if the rows alone cost more.
+    `estimate` and `first` are those of `with_first`. `judge` is the cost of a hosted judge, `most`
+    is limits.max_cost. Returns `estimate` unchanged if it or `most` is None, or if the rows alone
+    cost more.
     """
-    if estimate is None or most is None or (estimate.cost is not None and estimate.cost > most):
+    if estimate is None or most is None:
         return estimate
-    if (estimate.cost or 0.0) + judge <= most:
+    models = [estimate] if first is None else [first, estimate]
+    costs = [one.cost for one in models if one.cost is not None]
+    if sum(costs) > most:
+        return estimate
+    if sum(costs) + judge <= most:
         # A limit that has no effect on the engines applies to the judge.
         return estimate if estimate.cost is not None else replace(estimate, warning=None)
     text = (
         f"limits.max_cost {money(most, currency)} may stop the judge before it is done. Judge: "
-        f"about {money(judge, currency)}; rows: {estimate.line()}"
+        f"about {money(judge, currency)}; rows: {'; '.join(one.line() for one in models)}"
     )
     return replace(estimate, warning=text)
 

@@ -16,6 +16,8 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.openai_batch import HOSTED_TOKENS
+from prefect_raybatch.runs import dry_run
+from prefect_raybatch.runs.estimate import CostEstimate
 
 KEY = "sk-very-secret-0123456789"
 ENDPOINT: dict[str, Any] = {
@@ -124,6 +126,45 @@ def test_a_cascade_costs_what_its_larger_model_may_be_asked_about(plan: Any) -> 
 def test_a_cost_over_the_limit_is_told_beforehand(plan: Any) -> None:
     code, out, _ = plan(endpoint={"price_out": 5e6}, limits={"max_cost": 1})
     assert code == 0 and "limits.max_cost 1.00 EUR may stop the run" in " ".join(out.split())
+
+
+def hosted_cascade(**price: float) -> dict[str, Any]:
+    """Groups of a job whose two hosted models answer 3 rows and at most 1 row."""
+    asked = {"endpoint": {**ENDPOINT, "model": "larger"}}
+    escalate = {"to": asked, "when": {"fails_schema": True}, "at_most": 0.34}
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    return {
+        "endpoint": price,
+        "output": {"uri": "out", "schema_model": schema, "escalate": escalate},
+    }
+
+
+def test_a_cascade_over_its_cost_limit_is_told_beforehand_if_only_both_models_exceed_it(
+    plan: Any,
+) -> None:
+    for most, is_told in ((250.0, True), (500.0, False)):
+        code, out, err = plan(**hosted_cascade(price_out=2e6), limits={"max_cost": most})
+        assert code == 0, err
+        first, larger = " ".join(out.split()).split("Larger model, which")
+        assert re.search(r"cost +about 384\.\d+ EUR for 3 rows", first)
+        assert re.search(r"cost of larger +about 0\.000\d+ EUR for 1 row", larger)
+        warning = rf"limits.max_cost {most:g}.00 EUR may stop the run .*First model: about 384"
+        assert bool(re.search(warning, larger)) == is_told and "may stop" not in first
+
+
+def test_a_first_model_on_gpus_counts_beside_a_hosted_larger_one(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_earlier_run(*_: Any) -> CostEstimate:
+        return CostEstimate(3, 30.0, 15.0, "night", currency="EUR")
+
+    monkeypatch.setattr(dry_run, "estimate", by_earlier_run)
+    prices = {"currency": "EUR", "price_per_gpu_hour": 2.0}
+    code, out, err = plan(**cascade(0.34), limits={"max_cost": 20.0}, cluster=prices)
+    assert code == 0, err
+    first, larger = " ".join(out.split()).split("Larger model, which")
+    assert "about 30.00 EUR: 15.00 GPU-hours for 3 rows, as in night" in first
+    assert "limits.max_cost 20.00 EUR may stop the run" in larger
 
 
 @pytest.mark.parametrize("limit", [64, 75])

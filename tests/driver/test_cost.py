@@ -28,7 +28,7 @@ from prefect_raybatch.report.report import result_rows
 from prefect_raybatch.report.run_history import headlines, history_rows
 from prefect_raybatch.report.verdict import verdict_of
 from prefect_raybatch.runs.costs import meter_for, with_cost
-from prefect_raybatch.runs.estimate import CostEstimate, estimate
+from prefect_raybatch.runs.estimate import CostEstimate, estimate, with_first, with_judge
 from prefect_raybatch.runs.run_history import history_of
 from prefect_raybatch.runs.status import report_of, status
 from prefect_raybatch.sizing.prices import gpu_price
@@ -314,6 +314,19 @@ def test_a_run_stops_at_its_limit_is_resumed_and_reports_what_it_cost(tmp_path, 
     on_cpu = edited(small, {"engine.device": "cpu"}, "test")
     text = estimate_of(on_cpu).warning
     assert text == "limits.max_cost has no effect: the engines use no GPU"
+
+
+@pytest.mark.parametrize(("most", "told"), [(10, ""), (8, "stop the judge"), (5, "stop the run")])
+def test_both_models_of_a_cascade_and_the_judge_count_against_the_limit(most, told):
+    first, larger = CostEstimate(9, 4.0, by="sampled rows"), CostEstimate(3, 2.0, by="sampled rows")
+    both = with_first(larger, first, most, "")
+    found = with_judge(both, first, 3.0, most, "")
+    assert found is not None
+    assert (told in (found.warning or "")) if told else found.warning is None
+    no_effect = CostEstimate(3, why="the engines use no GPU", warning="no effect")
+    assert with_first(no_effect, first, most, "") == replace(no_effect, warning=None)
+    for unknown in (None, CostEstimate(9, why="no GPU")):
+        assert with_first(larger, unknown, most, "") == larger
 
 
 def test_what_reuse_has_saved_is_told_in_money(tmp_path, gpus):
