@@ -81,21 +81,22 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def _shown_word(word: str) -> str:
+    word = str(hide_users(word))  # the whole: "=" may be in a URL, even in its password
     option = "--set=" if word.startswith("--set=") else ""
     field, equals, text = word.removeprefix(option).partition("=")
     if not equals:
-        return str(hide_users(word))
+        return word
     try:
         value = read_yaml(text).value
     except ValueError:  # perhaps a mapping with a credential and a syntax error
-        return f"{option}{field}={MASK}" if {"{", ":"} & set(text) else str(hide_users(word))
+        return f"{option}{field}={MASK}" if {"{", ":"} & set(text) else word
     if isinstance(value, str) and VARIABLE.fullmatch(value):  # names the secret and holds none
         return word
     *groups, name = field.split(".")
     names = [*groups, name, *_names_within(value)]
     is_safe = safe_option(name) and len(names) == len(groups) + 1
     may_be_secret = any(name in SECRET_GROUPS or _names_key(name) for name in names)
-    return f"{option}{field}={MASK if may_be_secret and not is_safe else hide_users(text)}"
+    return f"{option}{field}={MASK if may_be_secret and not is_safe else text}"
 
 
 def _names_within(value: object) -> Iterator[str]:

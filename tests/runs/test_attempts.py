@@ -407,6 +407,15 @@ def test_a_value_in_braces_that_may_hold_a_credential_is_masked(change):
         assert without_secrets(words)[-1].startswith(words[-1].partition("=")[0])
 
 
+@pytest.mark.parametrize(
+    "place", ["s3://user:{}@host/dt=1/x", "https://user:a={}@host/x", "https://host/dt=1?sig={}"]
+)
+@pytest.mark.parametrize("option", ["", "--reuse=", "--set=source.uri=", "source.uri="])
+def test_a_url_that_holds_an_equals_sign_shows_no_credential(place, option):
+    (word,) = without_secrets([option + place.format("hunter22")])
+    assert "hunter22" not in word and word.startswith(option + place.split(":")[0]), word
+
+
 def test_records_are_small_whatever_the_error_says(nights):
     store = open_store(str(nights.folder / "out/n1"))
     with (
