@@ -78,7 +78,8 @@ class FirstAnswers:
 
     `again` and `checked` are ascending row numbers. In a retry run, `again` has the rows that an
     earlier run sent to the larger model. The larger model answers the rows in `checked` only for
-    comparison: they keep the first answer.
+    comparison: they keep the first model's outcome, or fail if the larger model's engine dies of
+    them.
     """
 
     data: AnswerFiles
