@@ -90,9 +90,9 @@ def prepare_distill(
     prompt and labels are taken from the run: others may write to a run directory, so it must not
     decide where rows are sent.
 
-    Raises `IncompleteRun` for an unfinished run. Raises `ConfigError` if there are too few rows, or
-    for fields that cannot be set. Raises it also for a run without labels or without
-    prompt.template, and for a run with several models, images, output.postprocess or sampling.n.
+    Raises `IncompleteRun` for an unfinished run, and `ConfigError` if there are too few rows, for
+    fields that cannot be set, for a run without labels or prompt.template, and for one with several
+    models, images, output.postprocess or sampling.n.
     """
     check_agreement(agreement)
     for name in changes or ():

@@ -18,12 +18,11 @@ from prefect_raybatch.ledger.records import JsonObject, Plan, dump
 from prefect_raybatch.model.memory import Model, gib
 from prefect_raybatch.sizing.cost import Tokens
 from prefect_raybatch.sizing.engines import (
-    CORES,
     MOST_ENGINES,
     MOST_EXPERTS,
-    MOST_POOLING,
     MOST_TOTAL,
     TRIED,
+    counted_cpus,
 )
 from prefect_raybatch.sizing.sizes import Capacity, Sizing, gpu_of, sizes_of
 from prefect_raybatch.spec.sizes import SizeSpec
@@ -136,10 +135,9 @@ class _Sizes:
         spec, engines = self.spec, arrangement.engines_per_gpu
         if spec.engines_per_gpu is not None or engines == 1:
             return spec.engines_per_gpu in (None, engines)
-        most = MOST_POOLING if spec.pools else MOST_ENGINES
-        if spec.gpus_per_replica > 1 or not 1 <= engines <= most:
+        if spec.gpus_per_replica > 1 or not 1 <= engines <= MOST_ENGINES:
             return False
-        return engines * max(CORES, spec.cpus) <= self.capacity.cpus_a_gpu
+        return engines * counted_cpus(spec.cpus, spec.pools) <= self.capacity.cpus_a_gpu
 
     def _may_hold(self, arrangement: Arrangement) -> bool:
         engines, sequences = arrangement.engines_per_gpu, arrangement.max_num_seqs

@@ -66,9 +66,8 @@ def sort_answers(
 
     Does nothing if the new files are recorded already, or if looking up answers in their present
     order takes few reads. Also does nothing, with a warning, if the local disk is too small.
-    `known` are the files in their present order. Before sorting, `waits` is called with a text that
-    says what the run waits for; at the end, it is called with "". Raises `StoreError` if the local
-    disk gets full or the store fails.
+    `known` are the files in their present order. `waits` is called with a text that says what the
+    run waits for, at the end with "". Raises `StoreError` for a full disk or a failing store.
     """
     size = sum(part.bytes for part in increment.reused) + known.new_answer_bytes
     if size <= UNSORTED_BYTES or _are_there(store, plan):

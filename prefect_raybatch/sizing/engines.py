@@ -20,12 +20,11 @@ from prefect_raybatch.sizing.fit import Fit
 from prefect_raybatch.sizing.shards import SEQUENCES
 
 SHORT = 32  # most output tokens of a short answer
-CORES = 3  # CPU cores per engine that shares a GPU: actor, core process, part of the CPU stages
+# CPU cores per engine that shares a GPU: its actor and its part of the CPU stages. An engine that
+# pools has its core in the actor's process; the others have a process more.
+CORES, POOLING_CORES = 3, 2.5
 MOST_ENGINES = 6
 ENGINE_GAIN = 0.05  # least gain for more engines: the cost model is off by 5 % for 8B models
-# Engines on a GPU for pooling tasks, whose host time the cost model overestimates: five were 3 %
-# faster than four (pooling-h200.jsonl).
-MOST_POOLING = 4
 TRIED = (SEQUENCES, 512, 1024)  # values of max_num_seqs; higher ones were not measured
 MOST_TOTAL = 2048  # sequences of all engines on a GPU: two of 1,024 were measured, no more
 # Sequences of an engine whose model is a mixture of experts: 1,024 of half of Qwen3-30B-A3B gave
@@ -34,6 +33,14 @@ MOST_EXPERTS = 512
 # The least gain for which more sequences are taken: they cost nothing where the KV cache holds
 # them, and 1,024 in place of 512 were measured to bring more than the model says.
 SEQUENCE_GAIN = 0.005
+
+
+def counted_cpus(asked: float, pools: bool) -> float:
+    """Return the CPU cores that an engine takes on a GPU that it shares, with its CPU stages.
+
+    `asked` are those that the job sets for an engine. `pools` says that the task does not generate.
+    """
+    return max(POOLING_CORES if pools else CORES, asked)
 
 
 def holds_rows(fit: Fit, engines: int, row: Tokens) -> bool:
@@ -138,18 +145,14 @@ def choose_engines_per_gpu(
     if best == 1:
         return 1, f"one engine keeps the GPU busy: {times}"
     room = max((n for n in numbers[1:] if holds_rows(fit, n, row)), default=1)
-    cores = max(1, math.floor(cpus_a_gpu / max(CORES, cpus_an_engine)))
-    most = MOST_POOLING if pools else MOST_ENGINES
-    bound = min(room, cores, most)
-    chosen = fewest_of(range(1, bound + 1))
+    cores = max(1, math.floor(cpus_a_gpu / counted_cpus(cpus_an_engine, pools)))
+    chosen = fewest_of(range(1, min(room, cores) + 1))
     reasons = [f"{best} engines keep the GPU busy: {times}"]
     if room < best:
         reasons.append(f"{room} fit in {gib(gpu.memory)}")
     if cores < best:
         reasons.append(f"{cpus_a_gpu:g} CPUs per GPU allow {cores}")
-    if pools and best > most:
-        reasons.append(f"at most {most} for pooling tasks")
-    elif chosen == best == MOST_ENGINES:
+    if chosen == best == MOST_ENGINES:
         reasons.append(f"at most {MOST_ENGINES}")
     return chosen, "; ".join(reasons)
 

@@ -173,7 +173,7 @@ def expected_engines(
     each = 1
     if gpu and spec.gpus_per_replica == 1:
         short = spec.row.out <= packing.SHORT
-        packed_most = packing.MOST_POOLING if spec.pools else ASSUMED_PACKED
+        packed_most = packing.MOST_ENGINES if spec.pools else ASSUMED_PACKED
         each = spec.engines_per_gpu or (packed_most if short else 1)
     if spec.replicas is None:
         return each * (max(1, int(gpus // spec.gpus_per_replica)) if gpu else 1)

@@ -39,14 +39,12 @@ DELIMITERS = ";\t|,"  # delimiters that are detected
 def csv_tables(
     file: File, columns: Sequence[str] | None, known: dict[str, None], options: Csv
 ) -> Iterator[pa.Table]:
-    """Yield blocks of a CSV file with `columns` (None: all) as text.
+    """Yield blocks of a CSV file with `columns` (None: all) as text; empty unquoted cells are null.
 
-    An empty unquoted cell is null. `columns` may also name columns that come from the file's path
-    (key=value folders). These are not read here. If all `columns` come from the path, all columns
-    of the file are read. Adds the names of the file's columns to `known`.
+    `columns` may also name key=value folders of the file's path. These are not read here; if no
+    other is named, all columns are read. Adds the names of the file's columns to `known`.
 
-    Raises SourceError for a broken file. Raises ConfigError for an unknown column, and if the file
-    seems to have another delimiter than the assumed one.
+    Raises SourceError for a broken file. Raises ConfigError for an unknown column or delimiter.
     """
     import pyarrow.csv as pc
 

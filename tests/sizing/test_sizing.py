@@ -398,11 +398,10 @@ def test_engines_that_share_a_gpu_by_themselves_are_not_called_idle(rows: int) -
 def test_a_small_model_that_embeds_is_not_packed_as_one_that_writes():
     embeds = {"prompt": {"template": "{Company}"}, "task": "embed", "sampling": {}}
     found = sized(LLAMA_05B, **embeds)
-    assert found.pool.engines_per_gpu == packing.MOST_POOLING
-    assert "at most 4 for pooling tasks" in found.pool.packing_why
+    assert found.pool.engines_per_gpu == packing.MOST_ENGINES
     assert sized(LLAMA_8B, **embeds, row_bytes=8000).pool.engines_per_gpu == 1
     job = make_job(engine={"task": "embed"}, prompt={"template": "{Company}"})
-    assert expected_engines(size_spec(job), None) == 32
+    assert expected_engines(size_spec(job), None) == 48
 
 
 def test_answers_to_prompts_of_a_function_are_as_long_as_the_job_says():
