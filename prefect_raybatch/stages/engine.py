@@ -82,7 +82,7 @@ from prefect_raybatch.stages.vllm import (
 )
 from prefect_raybatch.stages.vllm.shorter_start import MEASURED_ONCE, memory_settings
 from prefect_raybatch.stages.whole_prompts import TOKENS_A_STEP, with_whole_prompts
-from prefect_raybatch.words import error_text
+from prefect_raybatch.words import error_text, storable
 
 if TYPE_CHECKING:
     from prefect_raybatch.stages.vllm.stepper import Completion, Request, SteppedEngine
@@ -694,7 +694,8 @@ def answered(
     for row, served, completion in answers:
         for i in served:
             if completion.error:
-                failures[i] = Failure("engine", *completion.error)
+                kind, message = completion.error
+                failures[i] = Failure("engine", kind, storable(message))
                 continue
             if labels is not None:
                 chances[i] = labels.probabilities(completion.logprobs or {}, completion.later)

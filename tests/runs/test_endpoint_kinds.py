@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
+from helpers.batch_server import batch_server
 from helpers.hosted import finished_run, hosted_job
-from helpers.openai_server import OpenAIServer, openai_server
+from helpers.openai_server import OpenAIServer, completion, failing, openai_server
 from openai.types import Completion, CreateEmbeddingResponse
 
 from prefect_raybatch.api import preview_rows
@@ -19,6 +20,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.job.batch_job import BatchJob
 
 TEXTS = ["a", "bb", "a"]
+OWN_SAMPLING = "helpers.functions:own_sampling"
 
 
 @pytest.fixture
@@ -124,3 +126,57 @@ def test_a_batch_file_of_them_is_answered(
     (line,) = (folder / "error.jsonl").read_text(encoding="utf-8").splitlines()
     error = json.loads(line)
     assert error["custom_id"] == "wrong" and url in error["error"]["message"]
+
+
+CALL = '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": NaN}}}]}'
+
+
+@pytest.mark.parametrize(
+    ("columns", "prompt", "error"),
+    [
+        ({"Chat": r'[{"role": "user", "content": "\ud83d"}]'}, {"messages": "Chat"}, "Unicode"),
+        ({"Chat": f'[{CALL}, {{"role": "tool", "content": "1"}}]'}, {"messages": "Chat"}, "Value"),
+        ({"Sampling": r'{"stop": ["\ud83d"]}'}, {"function": OWN_SAMPLING}, "Unicode"),
+        ({"Sampling": '{"temperature": NaN}'}, {"function": OWN_SAMPLING}, "Value"),
+    ],
+)
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_row_that_json_or_utf_8_cannot_hold_fails_alone(
+    columns: dict[str, str],
+    prompt: dict[str, str],
+    error: str,
+    batch: bool,
+    without_ray: None,
+    tmp_path: Path,
+) -> None:
+    good = {"Chat": '[{"role": "user", "content": "ü"}]', "Sampling": '{"stop": ["ü"]}'}
+    table = {name: [good[name], text] for name, text in columns.items()}
+    table["Company"] = ["good", "bad"]
+    with batch_server() as server:
+        job = hosted_job(server.url, tmp_path, table, prompt=prompt, endpoint={"batch": batch})
+        _, folder = finished_run(job)
+    assert rows_of(folder)["Company"] == ["good"]
+    (failed,) = ds.dataset(folder / "_quarantine").to_table().to_pylist()
+    assert error in failed["error"] and failed["input"]["Company"] == "bad"
+
+
+def test_half_a_surrogate_pair_in_a_refusal_is_shown(
+    server: OpenAIServer, without_ray: None, tmp_path: Path
+) -> None:
+    server.fault = lambda number, body: (
+        failing(400, "no \ud83d") if "bb" in str(body["messages"]) else None
+    )
+    _, folder = finished_run(job_of(server, tmp_path, {}, limits={"max_failed_rows": 1}))
+    (failed,) = ds.dataset(folder / "_quarantine").to_table().to_pylist()
+    assert "no ?" in failed["message"]
+
+
+def test_half_a_surrogate_pair_in_an_answer_becomes_a_replacement_character(
+    server: OpenAIServer, without_ray: None, tmp_path: Path
+) -> None:
+    def fault(number: int, body: dict[str, Any]) -> Any:
+        return (200, {}, completion("a\ud83dü😀")) if "bb" in str(body["messages"]) else None
+
+    server.fault = fault
+    _, folder = finished_run(job_of(server, tmp_path, {}))
+    assert rows_of(folder)["response"] == ["about a", "a\ufffdü😀", "about a"]

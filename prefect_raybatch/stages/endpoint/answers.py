@@ -98,6 +98,11 @@ def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
     return HostedAnswer(tuple(choices), prompt, output)
 
 
+def as_utf8(text: str) -> str:
+    """Return the text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _in_order(choices: Sequence[Any]) -> list[Any]:
     """Return choices in the order of their index, which servers need not keep."""
     return sorted(choices, key=lambda choice: int(choice.get("index") or 0))
@@ -139,7 +144,7 @@ def _step(chosen: TokenLogprob, others: list[TokenLogprob]) -> TokenLogprobs:
 
 
 def _token(text: Any, value: Any) -> TokenLogprob:
-    return {"id": None, "token": _checked(text, str), "logprob": float(value)}
+    return {"id": None, "token": as_utf8(_checked(text, str)), "logprob": float(value)}
 
 
 def _kept_choice(value: Mapping[str, Any]) -> HostedChoice:

@@ -70,6 +70,8 @@ def _encoded(request: ChatRequest | Failure) -> tuple[ChatRequest | Failure, str
         reason = "a hosted model takes raw prompts by engine.endpoint.api: completions. Return text"
         return Failure("prepare", "ValueError", reason), None
     try:
-        return request, json.dumps(request.messages)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(request.messages, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
         return Failure.of("prepare", error), None
+    return request, text

@@ -19,7 +19,7 @@ from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.block import failures_of, lost_block_like
 from prefect_raybatch.stages.columns import CHAT, PARAMS, POSITION, SHARD
-from prefect_raybatch.stages.endpoint.answers import HostedAnswer
+from prefect_raybatch.stages.endpoint.answers import HostedAnswer, as_utf8
 from prefect_raybatch.stages.endpoint.body import answer_text, body_of, reserved_tokens
 from prefect_raybatch.stages.endpoint.client import (
     EndpointEngine,
@@ -117,10 +117,10 @@ class EndpointStage(EngineStage):
             try:
                 messages = json.loads(texts[i])
                 body = body_of(self.launch.endpoint, messages, params[i])
-            except ValueError as error:
-                answers[i] = HostedAnswer(error=("ValueError", str(error)))
+                key = _key(self.launch.run, shards[i], positions[i], body)
+            except (ValueError, RecursionError) as error:
+                answers[i] = HostedAnswer(error=(type(error).__name__, str(error)))
                 continue
-            key = _key(self.launch.run, shards[i], positions[i], body)
             if key in kept:
                 answers[i] = kept[key]
                 continue
@@ -170,7 +170,7 @@ def _completion(answer: HostedAnswer, params: SamplingFields) -> Completion:
     finishes: list[str | None] = [choice.finish for choice in choices]
     return Completion(
         [[0] * (share + (number < over)) for number in range(len(choices))],
-        [answer_text(choice.text, params) for choice in choices],
+        [as_utf8(answer_text(choice.text, params)) for choice in choices],
         next((one for one in finishes if one != "stop"), "stop"),
         prompt_tokens=answer.prompt_tokens,
         finish_reasons=finishes if len(choices) > 1 else None,
@@ -212,6 +212,10 @@ def _vector(answer: HostedAnswer, params: SamplingFields) -> Completion:
 
 
 def _key(run: str, shard: int, position: int, body: dict[str, Any]) -> str:
-    """Return the idempotency key of a row's request; it is the same in each attempt at the run."""
+    """Return the idempotency key of a row's request; it is the same in each attempt at the run.
+
+    Raises ValueError if the body cannot be sent as JSON in UTF-8, such as NaN or a lone surrogate.
+    """
     parts: Sequence[object] = (run, shard, position, body)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
