@@ -33,8 +33,9 @@ class AnsweredRows:
 
     `plan` is the hash of the run's plan, by which a target recognizes rows that it already has.
     `job` is the job's name, `count` the number of rows. Each call of `read` yields all rows, in
-    input order. `faults` collects errors of reading and casting the rows, because the targets'
-    libraries raise them wrapped in errors of their own.
+    input order. `recorded` is the version of the target that had them, as recorded in the run
+    directory, "" if they were never published. `faults` collects errors of reading and casting the
+    rows, because the targets' libraries raise them wrapped in errors of their own.
     """
 
     plan: str
@@ -43,6 +44,7 @@ class AnsweredRows:
     count: int
     schema: pa.Schema
     read: Callable[[], Iterator[pa.RecordBatch]]
+    recorded: str = ""
     faults: list[RayBatchError] = field(default_factory=list, compare=False)
 
     def as_schema(self, schema: pa.Schema) -> pa.RecordBatchReader:

@@ -70,7 +70,7 @@ class DeltaSink(FolderSink):
                 observe("opened")
                 if handle is None:
                     continue
-                if (version := version_with(handle, rows.plan)) is not None:
+                if (version := version_with(handle, rows.plan, rows.recorded)) is not None:
                     return version
                 observe("looked")
                 try:
@@ -177,8 +177,8 @@ def version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | Non
 
     The plan's application transaction alone is no proof: it survives a RESTORE to an earlier
     version. So the history is followed from the newest version down; at a RESTORE it continues with
-    the restored version. Returns None if the history lacks the commit, or if a later commit emptied
-    or overwrote the table.
+    the restored version. Returns None if the history lacks the commit, for example because it was
+    undone, or if a later commit emptied or overwrote the table.
 
     The search may end before it finds the commit, because the log is cut off or does not say which
     version was restored. Then there are two proofs that the table has the rows: the plan's
@@ -206,8 +206,8 @@ def version_with(handle: DeltaTable, plan: str, recorded: str = "") -> str | Non
             version = restored
         else:
             version -= 1
-    if version < 0:
-        return None
+    if version < 0 or any(one.get(f"{PROPERTY}plan") == plan for one in commits.values()):
+        return None  # the commit was undone, or there was none
     if recorded.isdigit() and int(recorded) > version:
         return None  # a RESTORE went back to a version before it
     return recorded or str(version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -142,7 +143,8 @@ def publish(
         if rows.count:
             sink.check(rows.schema)
             _check_keys(target, rows)
-            version = sink.publish(rows, observe)
+            before = "" if record is None else record.version
+            version = sink.publish(replace(rows, recorded=before), observe)
         observe("recording")
         published = _record(target, rows, version)
         record = (

@@ -223,6 +223,24 @@ def test_a_delta_table_that_is_restored_past_the_rows_and_back_has_them_once(run
     assert numbers("delta", tmp_path) == ANSWERED
 
 
+@pytest.mark.parametrize("cleaned", [2, 3], ids=["the commit is in the log", "it is not"])
+def test_a_delta_table_restored_past_the_rows_gets_them_again_though_its_log_was_cleaned(
+    cleaned, run, other, tmp_path
+):
+    """Versions: 0 made, 1 another run's, 2 the rows, 3 restored to 1."""
+    target, place = TARGETS["delta"][0](tmp_path), str(tmp_path / "delta")
+    publish_run(job_of(other, target), str(other))
+    publish_run(job_of(run, target), str(run))
+    DeltaTable(place).restore(1)
+    DeltaTable(place).create_checkpoint()
+    for version in range(cleaned):
+        (tmp_path / f"delta/_delta_log/{version:020d}.json").unlink()
+    assert numbers("delta", tmp_path) == list(range(20))
+    for _ in range(2):
+        assert publish_run(job_of(run, target), str(run)).published[0].version == "4"
+        assert numbers("delta", tmp_path) == sorted([*ANSWERED, *range(20)])
+
+
 def test_a_mark_that_another_publisher_renews_meanwhile_is_kept(tmp_path):
     """Its rows are in the table again, and must not be published once more."""
     place, rows = tmp_path / "rows.db", pa.table({"id": [1, 2], "answer": ["a", "b"]})

@@ -16,6 +16,7 @@ from prefect_raybatch.publish.base import PUBLISH_TRIES, Sink
 from prefect_raybatch.publish.delta import empties_table, restored_version, version_with
 from prefect_raybatch.publish.publish import open_sink
 
+OURS = {"operation": "WRITE", "raybatch.plan": "a" * 64}
 COMMITS = {number: {"timestamp": 1000 * number} for number in range(5)}
 
 
@@ -76,6 +77,7 @@ def test_a_commit_that_empties_the_table_is_known_by_its_operation(
         ("4", {5: {"operation": "RESTORE", "operationParameters": {"version": "5"}}}, "4"),
         ("", {1: {"operation": "WRITE"}}, "0"),
         ("", {0: {"operation": "WRITE"}}, None),  # the whole log
+        ("", {3: OURS, 4: {"operation": "RESTORE", "operationParameters": {"version": "2"}}}, None),
     ],
 )
 def test_a_log_that_was_cleaned_proves_no_rows_that_a_restore_went_back_behind(
