@@ -63,6 +63,39 @@ def test_several_answers_are_a_list_and_cost_what_the_server_bills(
     assert report.cost["total"] == pytest.approx(3 * 11 + 2 * 3 * 3 * 7)
 
 
+@pytest.mark.parametrize("reason", ["content_filter", "error", "abort", "new_reason", ["stop"]])
+def test_an_answer_that_the_server_cut_off_is_an_error_of_the_row(
+    server: OpenAIServer, tmp_path: Path, reason: Any
+) -> None:
+    server.fault = lambda number, body: (
+        (200, {}, completion("The answer is", reason, body))
+        if body["messages"][-1]["content"] == "bb"
+        else None
+    )
+    prices = {"price_in": 1e6, "price_out": 2e6}
+    report, folder = finished_run(job_of(server, tmp_path, endpoint=prices))
+    (row,) = quarantined(folder)
+    assert row["error"] == "AnswerCut" and repr(reason) in row["message"]
+    assert report.good == 2 and len(server.bodies) == 3
+    assert report.cost["total"] == pytest.approx(3 * (11 + 2 * 7))
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"),
+    [
+        *((reason, "stop") for reason in (None, "", "end_turn", "STOP", "eos", "tool_calls")),
+        *((reason, "length") for reason in ("max_tokens", "model_length")),
+    ],
+)
+def test_other_names_of_a_complete_answer_and_of_a_full_one_are_known(
+    server: OpenAIServer, tmp_path: Path, reason: Any, finish: str
+) -> None:
+    server.fault = lambda number, body: (200, {}, completion("yes", reason, body))
+    output = {"extras": ["finish_reason"]}
+    _, folder = finished_run(job_of(server, tmp_path, output=output))
+    assert result(folder)["finish_reason"] == [finish] * 3
+
+
 def test_each_answer_reserves_its_tokens(server: OpenAIServer, tmp_path: Path) -> None:
     sampling = {**DRAWN, "max_tokens": 100}
     with pytest.raises(ConfigError, match=r"max_tokens 100, 3 times.*lower max_tokens or n"):

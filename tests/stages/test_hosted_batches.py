@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 from helpers.batch_server import BatchService, NotFound
+from helpers.openai_server import completion
 
 from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
 from prefect_raybatch.ledger.layout import commit_path
@@ -459,6 +461,15 @@ def test_a_line_that_is_not_as_agreed_leaves_its_request_without_an_answer(line)
     keys = [request.key for request in REQUESTS]
     found = lines.read_lines([line + b"\n"], keys, "chat/completions")
     assert found.by_key == {} and found.refusal == ""
+
+
+def test_an_answer_that_the_server_cut_off_is_an_error_of_its_row():
+    body = json.loads(completion("The answer is", "content_filter"))
+    line = {"custom_id": "key of row 0", "response": {"status_code": 200, "body": body}}
+    found = lines.read_lines([json.dumps(line).encode()], ["key of row 0"], "chat/completions")
+    answer = found.by_key["key of row 0"]
+    assert answer.error is not None and "content_filter" in answer.error[1]
+    assert (answer.prompt_tokens, answer.output_tokens) == (11, 7)
 
 
 def test_a_server_that_creates_no_batch_ends_the_attempt_and_a_later_one_pays_once():

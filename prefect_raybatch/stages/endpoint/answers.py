@@ -16,6 +16,13 @@ NOT_AS_AGREED = (
     *(OverflowError, RecursionError),
 )
 
+# Values of finish_reason, in lower case: of complete answers, and of those at the token limit.
+COMPLETE = (
+    *("", "none", "stop", "stop_sequence", "eos", "eos_token", "end_turn", "complete"),
+    *("tool_calls", "tool_use", "function_call"),
+)
+AT_LIMIT = ("length", "max_tokens", "model_length")
+
 
 @dataclass(frozen=True)
 class HostedChoice:
@@ -70,8 +77,8 @@ def row_error(kind: str, message: str, prompt: int = 0, output: int = 0) -> Host
 def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
     """Parse a response's JSON from API `path`.
 
-    If the model refuses or returns no text, the answer holds a row's error. Raises one of the
-    exceptions in NOT_AS_AGREED if the JSON is malformed.
+    If the model refuses, returns no text, or is stopped by the server, the answer holds a row's
+    error. Raises one of the exceptions in NOT_AS_AGREED if the JSON is malformed.
     """
     usage = value.get("usage") or {}
     prompt = max(0, int(usage.get("prompt_tokens") or 0))
@@ -89,7 +96,11 @@ def answer_of(value: Any, path: EndpointPath) -> HostedAnswer:
         if not isinstance(content, str):
             said = f"the answer has no text (finish_reason {finish!r})"
             return row_error("NoAnswer", said, prompt, output)
-        reason = "length" if finish == "length" else "stop"
+        name = str(finish).lower()
+        if name not in COMPLETE + AT_LIMIT:
+            said = f"the server cut the answer off (finish_reason {finish!r})"[:300]
+            return row_error("AnswerCut", f"{said}. Retry the row", prompt, output)
+        reason = "length" if name in AT_LIMIT else "stop"
         choices.append(HostedChoice(content, reason, _steps_in(choice.get("logprobs"), path)))
     if not choices:
         if prompt:
