@@ -18,7 +18,7 @@ from helpers.web_server import served
 from prefect_raybatch.errors import ConfigError, EndpointUnavailable
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.options import HiddenOptions
-from prefect_raybatch.stages.endpoint import client
+from prefect_raybatch.stages.endpoint import client, limiter
 from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import Limiter
@@ -149,6 +149,51 @@ def test_rows_wait_while_the_quota_of_all_is_used_up(server: OpenAIServer) -> No
         assert engine.ask([request(SHORT)])[0].error is None
         (long,) = engine.ask([request(LONG)])
     assert long.error is None and len(asked) == client.LIMITED_TRIES + 6
+
+
+def test_an_outage_after_answers_to_others_blames_no_row(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers what is in flight as it stops, and then nothing for some time."""
+    monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)
+    monkeypatch.setattr(limiter, "SLOWER", 1.0)  # or a second request would wait for the first
+    tries: list[int] = []
+
+    def fault(number: int, body: dict[str, Any]) -> Any:
+        if body == SHORT:
+            stopping.wait(60)
+            return None
+        tries.append(number)
+        stopping.set()
+        if len(tries) == 2:
+            others.join(60)  # answered after the first failure
+        return failing(503, "restarting") if len(tries) <= client.ROW_TRIES + 5 else None
+
+    stopping, server.fault = threading.Event(), fault
+    with engine_for(server.url) as engine:
+        others = threading.Thread(target=engine.ask, args=[[request(SHORT)]])
+        others.start()
+        (long,) = engine.ask([request(LONG)])
+    assert long.error is None and len(tries) == client.ROW_TRIES + 6
+
+
+def test_a_row_that_always_fails_while_others_are_answered_ends(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)
+    monkeypatch.setattr(limiter, "SLOWER", 1.0)  # or a second request would wait for the first
+
+    def fault(number: int, body: dict[str, Any]) -> Any:
+        if body == LONG:
+            engine_of[0].ask([request(SHORT)])  # answered between two failures
+            return failing(500, "boom")
+
+    server.fault = fault
+    with engine_for(server.url) as engine:
+        engine_of = [engine]
+        (long,) = engine.ask([request(LONG)])
+    assert long.error is not None and long.error[0] == "ServerError"
+    assert server.bodies.count(LONG) == client.ROW_TRIES
 
 
 @pytest.mark.parametrize("value", ["s3cr3t\n", " s3cr3t "])

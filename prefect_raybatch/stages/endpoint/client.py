@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MOST_ANSWER_BYTES = 64 << 20  # size limit of a response
 QUOTED_TEXT = 300  # characters of a server's message that are quoted
-ROW_TRIES = 6  # tries of a request that fails while others are answered
+ROW_TRIES = 6  # failures of a request, with answers to others between them
 ROW_TRIES_ALONE = 12  # tries while the server answers only GET /models
 LIMITED_TRIES = 20  # answers of 429 to a request, with answers to others between them
 MODEL_LIST_TRIES = 3
@@ -226,6 +226,7 @@ class EndpointEngine:
         if limit is not None and request.tokens > limit:
             return _too_long(request.tokens, f"engine.endpoint.tokens_per_minute ({limit:,})")
         failures, first_failure, timeouts = 0, 0.0, 0
+        blamed, last_failure = 0, -math.inf
         tries, limited, last_limited = 0, 0, math.inf
         while True:
             number = await self._leave(request.tokens)
@@ -256,7 +257,9 @@ class EndpointEngine:
                     continue
             first_failure = first_failure or self._loop.time()
             failures += 1
-            if await self._is_of_row(failures, first_failure, timeouts):
+            blamed += self._answered_at > last_failure  # others were answered meanwhile
+            last_failure = self._loop.time()
+            if blamed >= ROW_TRIES or await self._is_of_row(failures, first_failure, timeouts):
                 return row_error("ServerError", f"{problem} ({failures} tries). Retry the row")
             self._check_outage(problem, first_failure)
             await asyncio.sleep(backoff(failures))
@@ -277,21 +280,15 @@ class EndpointEngine:
             raise TimeoutError(f"no whole answer within {self.spec.timeout:g} s") from None
 
     async def _is_of_row(self, failures: int, first_failure: float, timeouts: int) -> bool:
-        """Return whether a request fails because of its row, not because of the server.
+        """Return whether a request fails because of its row, though no others are answered.
 
-        `failures` counts the request's failures, `timeouts` those that were timeouts. True if there
-        were ROW_TRIES failures and the server has answered other requests since `first_failure`
-        (loop time).
-
-        Otherwise the server must at least list its models. Then true in two cases:
-        - there were ROW_TRIES_ALONE failures;
-        - the first failure was over SERVER_OUTAGE seconds ago, at least two failures were timeouts,
-          and no other request is under way.
+        False if the server does not even list its models. Otherwise true in two cases:
+        - the request has failed ROW_TRIES_ALONE times (`failures`);
+        - the first failure was over SERVER_OUTAGE seconds ago (`first_failure`, loop time), at least
+          two failures were `timeouts`, and no other request is under way.
         """
         import httpx
 
-        if failures >= ROW_TRIES and self._answered_at > first_failure:
-            return True
         is_alone = self._counts["waiting"] == 1
         is_long = is_alone and timeouts > 1 and self._loop.time() - first_failure > SERVER_OUTAGE
         if failures < ROW_TRIES_ALONE and not is_long:
