@@ -28,7 +28,13 @@ from prefect_raybatch.compile.job import compile_planned
 from prefect_raybatch.doctor import places
 from prefect_raybatch.driver import monitor
 from prefect_raybatch.driver.heartbeat import Heartbeat, Listener, read_heartbeats
-from prefect_raybatch.errors import ConfigError, EndpointRefused, EndpointUnavailable, is_transient
+from prefect_raybatch.errors import (
+    ConfigError,
+    EndpointRefused,
+    EndpointUnavailable,
+    StoreUnavailable,
+    is_transient,
+)
 from prefect_raybatch.flow.page import live_rows, progress_line
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.ledger.ledger import Ledger
@@ -44,6 +50,7 @@ from prefect_raybatch.stages.endpoint.limiter import LIMIT_WINDOW, TRAVEL
 from prefect_raybatch.stages.endpoint.stage import EndpointStage
 from prefect_raybatch.stages.vllm import process_note
 from prefect_raybatch.storage import open_store
+from prefect_raybatch.storage.base import FileInfo
 
 ROWS = 20
 ENDLESS = completion("x").replace(b'"prompt_tokens": 11', b'"prompt_tokens": 1e999')
@@ -126,6 +133,30 @@ def test_a_refusal_ends_the_other_blocks_of_the_engine_with_the_same_error(serve
         refused.set()
         for table in (first, second.result(60)):
             assert "401" in losses(table)[0].message and losses(table)[0].fatal
+    stage.close()
+
+
+def test_a_store_that_is_away_while_the_journal_is_read_costs_no_row_a_try(
+    server, tmp_path, monkeypatch
+):
+    pipeline = pipeline_of(job_of(server, tmp_path))
+    prepare, launch, _ = pipeline.stages(False)
+    (task,) = pipeline.read_tasks([Unit(0, 0, 5)], False)
+    (block,) = map(prepare, pipeline.reader.read(task))
+    stage = EndpointStage(launch)
+    store = type(launch.store)
+
+    def away(self: Any, prefix: str = "") -> Any:
+        raise StoreUnavailable("503")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "list", away)
+        (loss,) = losses(stage(block))
+    assert loss.kind == "StoreUnavailable" and not loss.fatal and not server.bodies
+    gone = FileInfo("_raybatch/journal/00000000/of-a-finished-run.jsonl", 1, None, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "list", lambda self, prefix="": iter([gone]))
+        assert stage(block).num_rows == len(server.bodies) == 5
     stage.close()
 
 

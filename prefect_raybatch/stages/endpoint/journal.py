@@ -77,9 +77,11 @@ def read_journal(store: Store, shards: Iterable[int]) -> dict[str, HostedAnswer]
     found: dict[str, HostedAnswer] = {}
     for shard in shards:
         for info in store.list(f"{JOURNAL}/{shard:08d}"):
-            for line in (
-                store.read(info.path, MOST_JOURNAL_BYTES).decode("utf-8", "replace").splitlines()
-            ):
+            try:
+                data = store.read(info.path, MOST_JOURNAL_BYTES)
+            except FileNotFoundError:  # another driver finished the run and removed it
+                continue
+            for line in data.decode("utf-8", "replace").splitlines():
                 entry = _entry(line)
                 if entry is None:
                     log.warning("%s: a line cannot be read; its row is asked again", info.path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 import pyarrow as pa
 
-from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable
+from prefect_raybatch.errors import EndpointRefused, EndpointUnavailable, StoreError
 from prefect_raybatch.ledger.failures import Loss
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
@@ -98,6 +98,8 @@ class EndpointStage(EngineStage):
             if engine is not None:  # so that later blocks are returned as lost at once
                 engine.close()
             return lost_block_like(table, why)
+        except StoreError as error:  # nothing paid is lost: journal and batches are recorded
+            return lost_block_like(table, Loss(type(error).__name__, str(error)))
         except CancelledError:  # another block met the error that ended the engine
             if self._refused is None:
                 raise

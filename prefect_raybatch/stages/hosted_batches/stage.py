@@ -11,11 +11,9 @@ from typing import ClassVar, cast
 import pyarrow as pa
 
 from prefect_raybatch.bounded import within
-from prefect_raybatch.errors import RayBatchError, StoreError
-from prefect_raybatch.ledger.failures import Loss
+from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.ledger.layout import BATCHES
 from prefect_raybatch.spec.endpoint import EndpointSpec
-from prefect_raybatch.stages.block import lost_block_like
 from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, HostedRequest
 from prefect_raybatch.stages.endpoint.limiter import Limiter
@@ -49,8 +47,6 @@ class BatchStage(EndpointStage):
     def __call__(self, table: pa.Table) -> pa.Table:
         try:
             return super().__call__(table)
-        except StoreError as error:  # sent batches are recorded; the next pass waits for them
-            return lost_block_like(table, Loss(type(error).__name__, str(error)))
         except ShardCommitted:
             return table.slice(0, 0)
 
