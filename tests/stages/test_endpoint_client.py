@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -295,3 +297,39 @@ def test_a_server_that_is_not_there_ends_no_thread_open() -> None:
     with pytest.raises(EndpointUnavailable), engine_for("http://127.0.0.1:9/v1"):
         pass
     assert threading.active_count() <= before
+
+
+def test_a_closed_engine_cancels_what_it_is_asked(server: OpenAIServer) -> None:
+    with engine_for(server.url) as engine:
+        engine.close()
+        with pytest.raises(CancelledError):
+            engine.ask([request(SHORT)])
+    assert not server.bodies
+
+
+def test_an_engine_that_stops_cancels_what_it_is_asked_meanwhile(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop has ended and is not closed yet: another block is in between."""
+    engine = EndpointEngine(spec_of(server.url), "", Limiter(None, None, 8, 60.0))
+    send, scheduled = asyncio.run_coroutine_threadsafe, threading.Event()
+    close, answers = asyncio.SelectorEventLoop.close, list[Future[Any]]()
+
+    def noted(*given: Any) -> Any:
+        future = send(*given)
+        scheduled.set()
+        return future
+
+    def ask_then_close(loop: asyncio.SelectorEventLoop) -> None:
+        scheduled.clear()
+        answers.append(pool.submit(engine.ask, [request(SHORT)]))
+        assert scheduled.wait(60)
+        close(loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", noted)
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "close", ask_then_close)
+    with ThreadPoolExecutor(1) as pool:
+        engine.close()
+        with pytest.raises(CancelledError):
+            answers[0].result(60)
+    assert not server.bodies

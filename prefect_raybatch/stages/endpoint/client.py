@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +45,7 @@ LIMITED_TRIES = 20  # answers of 429 to a request, with answers to others betwee
 MODEL_LIST_TRIES = 3
 SERVER_CONNECT = 10.0  # seconds to connect to a server
 MODEL_LIST_SECONDS = 60.0  # seconds for its list of models
+CLOSED_LOOK = 1.0  # seconds between looks whether the engine was closed during a call
 SERVER_OUTAGE = 600.0  # seconds without any answer after which the attempt ends
 FIRST_BACKOFF, MOST_BACKOFF = 0.5, 30.0  # seconds between tries
 ENDS_RUN = {401: "check engine.endpoint.key", 402: "check the account's credit"}
@@ -104,6 +106,7 @@ class EndpointEngine:
         self.spec, self.limiter = spec, limiter
         self._client = _client_of(spec, key)
         self._turn = asyncio.Lock()
+        self._closing = False
         self._counts = {"rows": 0, "refused": 0, "waiting": 0}
         self._first_answer = 0.0  # seconds since 1970
         self._answered_at = 0.0
@@ -137,6 +140,7 @@ class EndpointEngine:
 
     def close(self) -> None:
         """Close all connections, and end the thread. A second call has no effect."""
+        self._closing = True
         if not self._thread.is_alive():
             return
         self._do(self._end())
@@ -153,7 +157,27 @@ class EndpointEngine:
         await self._loop.shutdown_default_executor()
 
     def _do(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Return what the coroutine `work` returns; raise `CancelledError` if the engine is closed.
+
+        Another block may close the engine before or during a call.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            raise CancelledError from None
+        while True:
+            try:
+                return future.result(CLOSED_LOOK)
+            except TimeoutError:
+                if future.done():  # since the wait ended; or its own error
+                    return future.result()
+                if self._loop.is_closed():
+                    raise CancelledError from None
+            except RuntimeError:
+                if self._closing:  # the engine's threads have ended already
+                    raise CancelledError from None
+                raise
 
     async def _open(self) -> None:
         self._answered_at = self._loop.time()

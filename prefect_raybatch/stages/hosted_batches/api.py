@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +28,6 @@ FILES_PAGE = 10_000
 ENDED_STATUSES = ("completed", "failed", "expired", "cancelled")
 NO_BATCH_API = (404, 405, 501)
 NOT_FOUND_STATUSES = (404, 410)
-CLOSED_LOOK = 1.0  # seconds between looks whether the engine was closed during a call
 
 
 class AnswerLost(Exception):
@@ -140,12 +138,6 @@ class BatchApi(Protocol):
 class BatchEngine(EndpointEngine):
     """A client of a server's batch API (`BatchApi`), in place of the usual `EndpointEngine`."""
 
-    _closing = False
-
-    def close(self) -> None:
-        self._closing = True
-        super().close()
-
     def upload(self, name: str, data: bytes) -> str:
         # A file whose upload is repeated is stored twice, which costs nothing.
         given: dict[str, Any] = {"files": {"file": (name, data)}, "data": {"purpose": "batch"}}
@@ -250,29 +242,6 @@ class BatchEngine(EndpointEngine):
                 raise _refused(error) from None
             return None
         return found
-
-    def _do(self, work: Any) -> Any:
-        """Return what the coroutine `work` returns; raise `CancelledError` if the engine is closed.
-
-        A block makes many calls; another block may close the engine between two of them.
-        """
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed
-            work.close()
-            raise CancelledError from None
-        while True:
-            try:
-                return future.result(CLOSED_LOOK)
-            except TimeoutError:
-                if future.done():  # since the wait ended; or its own error
-                    return future.result()
-                if self._loop.is_closed():
-                    raise CancelledError from None
-            except RuntimeError:
-                if self._closing:  # the engine's threads have ended already
-                    raise CancelledError from None
-                raise
 
     async def _called(
         self,
