@@ -39,7 +39,8 @@ class BatchService:
     """`fate` returns how a batch (its number from 0) ends:
 
     completed, expired (its first half is answered), half (each second line answers 500), failed (no
-    line is read), full (too many tokens in the queue), or quota (each line: no quota). A batch ends
+    line is read), invalid (the first bad line is named, and none is tried, if there is any), full
+    (too many tokens in the queue), or quota (each line: no quota). A batch ends
     `takes` seconds after its creation, and is listed after `lag` seconds. `paid` counts answers by
     the key of their request.
     """
@@ -153,6 +154,12 @@ class BatchService:
     def _end(self, batch_id: str, fate: str, done: int) -> None:
         """End a batch; its first `done` requests are answered, where its fate is not to fail."""
         batch = self.batches[batch_id]
+        bad = [n for n, line in enumerate(self.lines[batch_id], 1) if b"bad" in line]
+        if fate == "invalid" and bad:
+            error = {"code": "invalid", "message": "it is bad", "line": bad[0], "param": None}
+            batch |= {"status": "failed", "errors": {"object": "list", "data": [error]}}
+            return
+        fate = "completed" if fate == "invalid" else fate
         if fate in ("failed", "full"):
             code = "token_limit_exceeded" if fate == "full" else "invalid_file"
             error = {"code": code, "message": f"it is {fate}", "line": None, "param": None}

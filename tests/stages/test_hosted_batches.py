@@ -503,6 +503,17 @@ def test_a_row_that_the_server_refuses_is_the_rows_error_and_the_others_are_answ
     assert len(world.service.batches) == 1
 
 
+def test_a_file_that_fails_for_bad_lines_is_no_try_of_its_other_rows():
+    world = World(BatchService(fate=lambda number: "invalid"))
+    bad = [request_of(f"a bad row {number}") for number in range(ROUNDS + 1)]
+    answers = shard_of(world).answer([*bad, *REQUESTS])
+    for request in bad:
+        error = answers.pop(request.key).error
+        assert error is not None and error[0] == "RequestRefused" and "it is bad" in error[1]
+    check_answers(answers)
+    assert len(world.service.batches) == len(bad) + 1
+
+
 def test_a_used_up_quota_ends_the_run_and_keeps_what_was_answered():
     world = World(BatchService(fate=first(*["quota"] * ROUNDS)))
     for _ in range(ROUNDS):  # a row that was refused for the quota was not tried

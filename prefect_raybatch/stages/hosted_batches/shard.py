@@ -313,10 +313,10 @@ class ShardBatches:
     def _look_at_errors(self, slot: Slot, batch: Batch, answers: BatchAnswers) -> bool:
         """Add a batch's own errors to `answers`; return whether the server tried its requests.
 
-        False if the server refuses the account. Also False if the server's queue was full, but not
-        after FULL_TRIES consecutive full queues: the next one counts as a try.
+        False if the server refuses the account, if its queue was full, or if it refuses the file
+        for bad lines. A full queue after FULL_TRIES consecutive full queues counts as a try.
         """
-        counts = True
+        counts, has_bad_lines = True, False
         for code, message, line in batch.errors:
             if code in REFUSING:
                 answers.refusal = f"{code}: {message}. Remedy: {REFUSING[code]}"
@@ -328,11 +328,12 @@ class ShardBatches:
             elif line is not None and 0 < line <= len(slot.keys):
                 text = f"the server says of the request: {message}. Correct the row"
                 answers.by_key[slot.keys[line - 1]] = HostedAnswer(error=("RequestRefused", text))
+                has_bad_lines = True
             else:
                 answers.passing[slot.keys[0]] = message
         if counts:
             self._full = 0
-        return counts
+        return counts and not (has_bad_lines and batch.status == "failed")
 
     def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
         """Record a slot's outcome, add its tokens to the run's usage, and delete `files` remotely.
