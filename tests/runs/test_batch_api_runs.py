@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ from prefect_raybatch.stages.endpoint.limiter import BatchCounts, Limiter
 from prefect_raybatch.stages.hosted_batches import records, shard
 from prefect_raybatch.stages.hosted_batches.api import BatchEngine
 from prefect_raybatch.stages.hosted_batches.lines import request_line
-from prefect_raybatch.stages.hosted_batches.stage import BatchStage, cancel_batches
+from prefect_raybatch.stages.hosted_batches.stage import BatchStage, cancel_batches, files_name
 from prefect_raybatch.storage import open_store
 
 ROWS, SHARDS = 20, 4
@@ -404,6 +405,19 @@ def test_files_that_a_crash_left_at_the_server_are_removed_at_the_end(server, tm
     assert [file["filename"] for file in server.service.files.values()] == [
         "of another program.jsonl"
     ]
+
+
+def test_files_of_a_run_in_the_same_place_on_another_machine_are_kept(server, tmp_path):
+    """Two containers whose volumes have the same path begin the same job with the same key."""
+    job, place = job_of(server, tmp_path), tmp_path / "out/night"
+    run = plan_run(job, "night")
+    theirs = f"{files_name(open_store(run.uri))}-00000000-0000.jsonl"
+    server.service.upload(theirs, b"{}")
+    shutil.rmtree(place)
+    _, folder = finished_run(job)
+    check_result(folder)
+    assert folder == place
+    assert [file["filename"] for file in server.service.files.values()] == [theirs]
 
 
 def test_a_preview_asks_single_requests_and_the_plan_names_the_batches(server, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,9 @@ import pyarrow as pa
 
 from prefect_raybatch.bounded import within
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.ledger.layout import BATCHES
+from prefect_raybatch.ledger.layout import BATCHES, PLAN
+from prefect_raybatch.ledger.record_files import read_record
+from prefect_raybatch.ledger.records import digest
 from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.stages.endpoint.answers import HostedAnswer
 from prefect_raybatch.stages.endpoint.client import EndpointEngine, HostedRequest
@@ -76,8 +77,11 @@ class _Unprobed(BatchEngine):
 
 
 def files_name(store: Store) -> str:
-    """Return the prefix of a run's file names at the server; `store` is its run directory."""
-    return f"raybatch-{hashlib.sha256(store.uri.encode()).hexdigest()[:16]}"
+    """Return the prefix of a run's file names at the server; `store` is its run directory.
+
+    It depends on the plan, which has the time of planning: two machines may have the same path.
+    """
+    return f"raybatch-{digest(store.uri.encode() + read_record(store, PLAN))[:16]}"
 
 
 def cancel_batches(spec: EndpointSpec, store: Store, attempt: str) -> None:
@@ -129,10 +133,11 @@ def forget_batches(spec: EndpointSpec, store: Store) -> None:
     """
     if next(iter(store.list(BATCHES)), None) is None:
         return
+    name = files_name(store)
     try:
-        within(SWEEP_SECONDS, lambda: _sweep(spec, files_name(store)))
+        within(SWEEP_SECONDS, lambda: _sweep(spec, name))
     except (RayBatchError, TimeoutError) as error:
-        log.warning("files named %s-... may be left at the server: %s", files_name(store), error)
+        log.warning("files named %s-... may be left at the server: %s", name, error)
     remove_records(store)
 
 
