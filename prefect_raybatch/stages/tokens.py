@@ -15,7 +15,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.model import chat_template
 from prefect_raybatch.spec.request import PromptSpec
 from prefect_raybatch.stages.block import Failure, Messages, Tokenizer
-from prefect_raybatch.stages.messages import ChatRequest, Document
+from prefect_raybatch.stages.messages import ChatRequest, Document, plain_prompt
 from prefect_raybatch.stages.row_text import (
     HIDDEN_TEXT,
     THINKING,
@@ -142,7 +142,7 @@ def render(
         return [
             r
             if isinstance(r, Failure)
-            else "\n\n".join(str(m["content"]) for m in r.messages) + chat.prefill
+            else _try(lambda one: plain_prompt(one.messages) + chat.prefill, r)
             for r in requests
         ]
 

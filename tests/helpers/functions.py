@@ -40,6 +40,11 @@ def as_messages(row: Row) -> list[dict[str, str]]:
     return [{"role": "user", "content": str(row["Company"])}]
 
 
+def as_parts(row: Row) -> list[Row]:
+    """The content of the message stands in the row, as JSON."""
+    return [{"role": "user", "content": json.loads(row["Parts"])}]
+
+
 def as_dict(row: Row) -> Row:
     return {"messages": as_messages(row), "sampling": {"max_tokens": 3}}
 

@@ -180,3 +180,32 @@ def test_half_a_surrogate_pair_in_an_answer_becomes_a_replacement_character(
     server.fault = fault
     _, folder = finished_run(job_of(server, tmp_path, {}))
     assert rows_of(folder)["response"] == ["about a", "a\ufffdü😀", "about a"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "field"),
+    [({"task": "embed"}, "input"), ({"endpoint": {"api": "completions"}}, "prompt")],
+)
+def test_text_parts_are_joined_and_other_parts_refused_where_there_is_no_chat(
+    engine: dict[str, Any], field: str, server: OpenAIServer, without_ray: None, tmp_path: Path
+) -> None:
+    parts = [[{"type": "text", "text": "a"}, "b"], [{"type": "input_audio", "input_audio": {}}]]
+    prompt = {"function": "helpers.functions:as_parts"}
+    table = {"Parts": list(map(json.dumps, parts))}
+    groups = {"engine": engine} if "task" in engine else engine
+    _, folder = finished_run(hosted_job(server.url, tmp_path, table, prompt=prompt, **groups))
+    assert [body[field] for body in server.bodies] == ["a\nb"]
+    (failed,) = ds.dataset(folder / "_quarantine").to_table().to_pylist()
+    assert failed["error"] == "ValueError" and "parts that are not text" in failed["message"]
+
+
+def test_parts_go_to_a_chat_as_they_are_unless_all_are_plain_text(
+    server: OpenAIServer, without_ray: None, tmp_path: Path
+) -> None:
+    cached = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    parts = [[cached], [{"type": "input_audio", "input_audio": {}}, "b"], ["a", "b"], []]
+    prompt = {"function": "helpers.functions:as_parts"}
+    table = {"Parts": list(map(json.dumps, parts))}
+    finished_run(hosted_job(server.url, tmp_path, table, prompt=prompt))
+    sent = [body["messages"][0]["content"] for body in server.bodies]
+    assert sorted(sent, key=str) == sorted([parts[0], parts[1], "a\nb", ""], key=str)

@@ -191,7 +191,7 @@ def test_parts_of_messages_that_a_function_changes_later_stay_as_they_were(monke
     companies = ["a", "bb", "ccc"]
     rows = run({"function": "helpers.functions:reuses_parts"}, {"Company": companies})
     for row, company in zip(rows, companies, strict=True):
-        assert f"about {company}'" in text(row)
+        assert text(row) == f"about {company}"
 
 
 def own(given: dict[str, Any], **sampling: Any) -> dict[str, Any]:
@@ -387,6 +387,16 @@ def test_one_row_that_the_tokenizer_refuses_does_not_kill_the_block(monkeypatch,
     for row in (rows[1], rows[4]):
         failed(row, "RuntimeError", "says no")
     failed(rows[2], "ValueError", "null")
+
+
+def test_without_a_chat_template_parts_that_are_not_text_fail_their_row(monkeypatch):
+    plain = Touchy("", "")
+    plain.chat_template = None
+    monkeypatch.setattr(stage, "load_tokenizer", lambda *_: plain)
+    parts = ['[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]', '[{"type": "x"}]']
+    joined, other = run({"function": "helpers.functions:as_parts"}, {"Parts": parts})
+    assert text(joined) == "a\nb"
+    failed(other, "ValueError", "parts that are not text")
 
 
 def test_without_a_chat_template_the_texts_are_joined(monkeypatch):

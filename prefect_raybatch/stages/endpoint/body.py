@@ -13,6 +13,7 @@ from prefect_raybatch.spec.endpoint import EndpointSpec
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.images.decode import BadImage, size_in_url
 from prefect_raybatch.stages.images.rows import ImagePart, image_reference, is_image
+from prefect_raybatch.stages.messages import plain_prompt
 
 CAREFUL_CHARACTERS = 3  # per token: a careful guess, which the server's reported usage corrects
 # For an image, GPT-4o takes 85 tokens and 170 for each 512 x 512 pixels, Claude one for 750 pixels,
@@ -29,10 +30,10 @@ def body_of(
     """Return the JSON body of a request with these messages and sampling fields (`params`).
 
     Raises ValueError for a sampling field, or a kind of `structured_outputs`, that no hosted model
-    takes.
+    takes, and for content that is not text where there is no chat.
     """
-    text = "\n\n".join(str(message["content"]) for message in messages)
     if endpoint.path == "embeddings":
+        text = plain_prompt(messages)
         return {"model": endpoint.model, "input": text, "encoding_format": "float"}
     given = {name: value for name, value in params.items() if value is not None}
     odd = sorted(set(given) - set(HOSTED_SAMPLING))
@@ -48,7 +49,7 @@ def body_of(
     most = given.pop("logprobs", None)
     asked: dict[str, Any] = {"messages": messages}
     if endpoint.path == "completions":
-        asked = {"prompt": text}
+        asked = {"prompt": plain_prompt(messages)}
     if most is not None and endpoint.path == "completions":
         asked["logprobs"] = most
     elif most is not None:
