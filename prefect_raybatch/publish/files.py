@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -28,6 +28,8 @@ from prefect_raybatch.schemes import with_account
 from prefect_raybatch.storage import Store, Sums, is_remote, join, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
+MOST_NAME_BYTES = 255  # of a folder's name; non-ASCII characters have three bytes or more each
+SHOWN_VALUE = 40  # characters of a value that an error shows
 MARK_BYTES = 64 << 20  # largest size of the marker file, which lists all files
 FILE_BYTES = 256 << 20  # of Arrow data in one file
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
@@ -199,8 +201,7 @@ class _Partitions:
         if not self._by:
             yield "", table
             return
-        found = table.select(self._by).group_by(self._by, use_threads=False).aggregate([])
-        for values in found.to_pylist():
+        for place, values in _places(table, self._by):
             mask = None
             for name, value in values.items():
                 column = table[name]
@@ -210,18 +211,11 @@ class _Partitions:
                     else pc.fill_null(pc.equal(column, pa.scalar(value, column.type)), False)
                 )
                 mask = same if mask is None else pc.and_(mask, same)
-            yield (
-                "/".join(f"{_quoted(k)}={_quoted(v)}" for k, v in values.items()),
-                table.filter(mask),
-            )
+            yield place, table.filter(mask)
 
     def _file(self, place: str) -> _File:
         if place not in self._open:
-            if len(self._open) >= MOST_PARTITIONS:
-                raise ConfigError(
-                    f"output.publish: partition_by {', '.join(self._by)} makes over "
-                    f"{MOST_PARTITIONS:,} partitions. Choose columns with fewer values"
-                )
+            _check_number(len(self._open) + 1, self._by)
             self._made += 1
             path = f"{self._folder}/{self._made}"
             self._open[place] = _File(path, self._inner, self._format)
@@ -256,6 +250,44 @@ class _File:
         for one in (self._parquet, self._text):
             if one is not None:
                 one.close()
+
+
+def check_partitions(tables: Iterable[pa.Table], by: Sequence[str]) -> None:
+    """Raise `ConfigError` if the rows of `tables` cannot be partitioned by their columns `by`.
+
+    There may be too many partitions, or a value that is too long for a folder's name.
+    """
+    places = set[str]()
+    for table in tables:
+        places.update(place for place, _ in _places(table, by))
+        _check_number(len(places), by)
+
+
+def _check_number(partitions: int, by: Sequence[str]) -> None:
+    if partitions > MOST_PARTITIONS:
+        raise ConfigError(
+            f"output.publish: partition_by {', '.join(by)} makes over {MOST_PARTITIONS:,} "
+            "partitions. Choose columns with fewer values"
+        )
+
+
+def _places(table: pa.Table, by: Sequence[str]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield (folder in the target, values by column) of each partition of the table's rows."""
+    found = table.select(by).group_by(list(by), use_threads=False).aggregate([])
+    for values in found.to_pylist():
+        yield "/".join(_folder(name, value) for name, value in values.items()), values
+
+
+def _folder(column: str, value: object) -> str:
+    """Return a partition's folder name; raise `ConfigError` if file systems would not take it."""
+    name = f"{_quoted(column)}={_quoted(value)}"
+    if len(name) > MOST_NAME_BYTES:
+        raise ConfigError(
+            f"output.publish: partition_by {column}: the folder of the value "
+            f"{str(value)[:SHOWN_VALUE]!r}... would have a name of {len(name)} bytes, and file "
+            f"systems take at most {MOST_NAME_BYTES}. Partition by a column of shorter values"
+        )
+    return name
 
 
 def _quoted(value: object) -> str:

@@ -12,7 +12,9 @@ from prefect_raybatch.errors import ConfigError, SourceError
 from prefect_raybatch.job.answer_types import columns_of
 from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.records import Unit
+from prefect_raybatch.publish.files import check_partitions
 from prefect_raybatch.publish.publish import check_publish, check_unique
+from prefect_raybatch.publish.types import converted_schema, to_schema
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages.result_columns import result_types
 from prefect_raybatch.storage import Store
@@ -75,7 +77,7 @@ class _InputColumns:
         }
 
     def check(self, target: PublishTarget, never_null: Sequence[str]) -> None:
-        """Raise `ConfigError` for nulls that the table rejects, and for a key that is not unique.
+        """Raise `ConfigError` for nulls that the table rejects, repeated keys, and bad partitions.
 
         `never_null` are the columns in which the table accepts no null. Checks nothing if the job
         has `output.postprocess`, which may leave out such rows: then only the result is checked.
@@ -91,6 +93,8 @@ class _InputColumns:
                     if self._input_schema.field(name).nullable:
                         raise _may_be_null(target, name, "the input column is nullable")
             return
+        if target.format in ("parquet", "jsonl"):
+            self._check_partitions(target, self._inventory)
         strict = [name for name in strict if self._input_schema.field(name).nullable]
         if not strict and not key:
             return
@@ -104,6 +108,15 @@ class _InputColumns:
                 raise _may_be_null(target, name, f"it is null in {count:,} rows of the input")
         if key and keys:
             check_unique(target, pa.concat_tables(keys), "the input")
+
+    def _check_partitions(self, target: PublishTarget, inventory: Inventory) -> None:
+        by = [name for name in target.partition_by if name in self._kept]
+        if by:
+            fields = pa.schema([self._input_schema.field(name) for name in by])
+            schema = converted_schema(fields, target, whole=False)
+            batches = (one for table in self._read(inventory, by) for one in table.to_batches())
+            converted = to_schema(batches, schema)
+            check_partitions((pa.Table.from_batches([one]) for one in converted), by)
 
     def _check_answers(self, target: PublishTarget, never_null: Sequence[str]) -> None:
         form = None if self._several else self._finish.schema  # else one list column

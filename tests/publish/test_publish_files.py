@@ -171,3 +171,10 @@ def test_folders_of_partitions_have_encoded_names_and_values(tmp_path: Path) -> 
     ]
     texts = [path.read_text() for path in sorted(tmp_path.rglob("part-*"))]
     assert texts == ['{"id": 1}\n', '{"id": 2}\n']
+
+
+def test_an_answer_that_is_too_long_for_the_name_of_a_folder_is_named(tmp_path: Path) -> None:
+    table = pa.table({"genre": ["a", "書籍・雑誌" * 10], "id": [1, 2]})
+    with pytest.raises(ConfigError, match=r"genre: .* .書籍.* 456 bytes.* most 255") as caught:
+        folder(tmp_path, partition_by=["genre"]).publish(published_rows(table, PLAN), str)
+    assert len(str(caught.value)) < 300 and names(tmp_path) == []

@@ -21,6 +21,7 @@ from sqlalchemy.exc import OperationalError
 from prefect_raybatch.compile.job import compile_job, read_spec
 from prefect_raybatch.errors import ConfigError, PublishFailed
 from prefect_raybatch.job.publish import PublishTarget
+from prefect_raybatch.publish import files
 from prefect_raybatch.publish.planned import check_targets_of
 from prefect_raybatch.publish.publish import check_publish, open_sink
 from prefect_raybatch.source import inventory
@@ -176,6 +177,32 @@ def test_a_key_that_is_not_unique_or_null_is_found_in_the_input(tmp_path):
         found = inventory(read_spec(job.source))
         with pytest.raises(ConfigError, match=said):
             check_targets_of(compile_job(job), found.schema, "key", found)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (["x", "ü" * 41], ""),  # kind= and six bytes per letter
+        (["x", "ü" * 42], "partition_by kind: the folder of the value 'üüü.* a name of 257 bytes"),
+        (["x", "y", None], "partition_by kind makes over 2 partitions"),
+    ],
+)
+def test_a_column_of_the_input_that_makes_no_partitions_is_refused(
+    kinds, said, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files, "MOST_PARTITIONS", 2)
+    place = tmp_path / "in.parquet"
+    table = pa.table({"id": range(len(kinds)), "Company": kinds})
+    pq.write_table(table.append_column("kind", pa.array(kinds).dictionary_encode()), place)
+    target = {"format": "parquet", "uri": str(tmp_path / "t"), "partition_by": ["kind"]}
+    job = make_job(source={"uri": str(place)}, output={"uri": "out", "publish": [target]})
+    found = inventory(read_spec(job.source))
+    if not said:
+        (line,) = check_targets_of(compile_job(job), found.schema, "key", found)
+        assert "gets new files" in line
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_targets_of(compile_job(job), found.schema, "key", found)
 
 
 def test_a_merge_into_a_delta_table_that_takes_appends_alone_is_refused(tmp_path):
