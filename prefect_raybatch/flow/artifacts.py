@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -21,6 +22,8 @@ from prefect.runtime import flow_run
 
 from prefect_raybatch.flow.texts import prefect_text_in
 from prefect_raybatch.harmless import code_span, markdown_text
+
+log = logging.getLogger(__name__)
 
 ARTIFACT_KINDS = (  # artifacts of a run
     "progress", "live", "plots", "stages", "failures", "report", "failure", "history",
@@ -65,6 +68,21 @@ def put(artifact: Artifact, key: str, run_key: str | None = None) -> UUID:
     _make_harmless(artifact)
     created: Any = artifact.create(_sync=True)  # type: ignore[call-arg]
     return cast(UUID, created.id)
+
+
+def put_or_log(artifact: Artifact, key: str) -> None:
+    """Create or update an artifact like `put`; only log an error, which must not end a run."""
+    try:
+        put(artifact, key)
+    except Exception as error:
+        log_not_shown(key, error)
+
+
+def log_not_shown(key: str, error: Exception) -> None:
+    """Log that the artifact `key` could not be shown in Prefect because of `error`."""
+    log.warning(
+        "could not show the artifact %s in Prefect: %s: %s", key, type(error).__name__, error
+    )
 
 
 def of_run(run_key: str) -> str:

@@ -32,7 +32,7 @@ from prefect_raybatch.errors import (
     RayBatchError,
     RunDrained,
 )
-from prefect_raybatch.flow.artifacts import artifact_key, put
+from prefect_raybatch.flow.artifacts import artifact_key, put_or_log
 from prefect_raybatch.flow.cancelling import ENDED_BY_ITSELF, ended_by_cancellation
 from prefect_raybatch.flow.continuing import command
 from prefect_raybatch.flow.failure import COMMAND, explained, log_crash
@@ -379,7 +379,7 @@ def backfill_job(
             by_date[run.date] = run
             text = "Runs of the backfill, one per date."
             table = TableArtifact(table=dates_table([*by_date.values()]), description=text)
-            put(table, f"{artifact_key(job.name)}-backfill")
+            put_or_log(table, f"{artifact_key(job.name)}-backfill")
 
         def run_date(run: DatedRun) -> RunReport:
             return batch_inference(job, run.run_key, run_date=run.date)

@@ -19,6 +19,7 @@ from helpers.engines import FakeEngine
 from helpers.prefect_server import artifacts_of
 from helpers.retries import first_run
 from helpers.small import job_dict
+from prefect.artifacts import TableArtifact
 
 from prefect_raybatch import BatchJob
 from prefect_raybatch.api import (
@@ -128,6 +129,19 @@ def test_the_flow_is_failed_until_all_are_complete_and_its_table_is_an_artifact(
     assert [row["state"] for row in made] == ["completed", "completed before", "completed before"]
     tables = artifacts_of("raybatch-filled-backfill")
     assert len(tables) == 2 and json.loads(str(tables[-1].data))[0]["rows"] in ("-", f"{ROWS}")
+
+
+def test_a_table_that_prefect_refuses_stops_no_date(
+    prefect_api, without_ray, tmp_path, beside, monkeypatch, caplog
+):
+    def refuses(self: Any, **_: Any) -> Any:
+        raise RuntimeError("413 Payload Too Large")
+
+    monkeypatch.setattr(TableArtifact, "create", refuses)
+    job = BatchJob.from_yaml(write_job(tmp_path, 2, name="refused"))
+    made = backfill_job(job, day(1), day(2))
+    assert [row["state"] for row in made] == ["completed", "completed"]
+    assert "raybatch-refused-backfill in Prefect: RuntimeError: 413" in caplog.text
 
 
 # --- without Ray --------------------------------------------------------------------------------
