@@ -18,6 +18,16 @@ log = logging.getLogger(__name__)
 OUTAGE_SECONDS = 10.0  # seconds without an answer; a busy server may take almost as long
 NO_ANSWER = (httpx.TransportError, OSError)  # raised by calls that got no answer
 
+TRY_LATER = (408, 429)  # statuses that ask to try again later; those from 500 on are outages, too
+WRONG_URL_OR_KEY = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+
+
+def is_outage(error: Exception) -> bool:
+    """Return whether Prefect's API did not answer, failed, or asked to try again later."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.is_server_error or error.response.status_code in TRY_LATER
+    return isinstance(error, httpx.TransportError) and not isinstance(error, WRONG_URL_OR_KEY)
+
 
 class ApiWatch:
     """Detects outages of Prefect's API from the calls that one thread makes to it.

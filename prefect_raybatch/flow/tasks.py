@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
@@ -14,6 +14,7 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.artifacts import Artifact, ImageArtifact, MarkdownArtifact, TableArtifact
 from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
 from prefect.logging.handlers import APILogHandler
 from prefect.tasks import exponential_backoff
 
@@ -30,9 +31,15 @@ from prefect_raybatch.driver.stops import Sample, Stop, failed_sample, last_stop
 from prefect_raybatch.errors import ConfigError, RayBatchError, StoreError, is_transient
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow import reconcile as flow_runs
-from prefect_raybatch.flow.artifacts import artifact_key, put, tune_key
+from prefect_raybatch.flow.artifacts import (
+    artifact_key,
+    log_not_shown,
+    put,
+    put_or_log,
+    tune_key,
+)
 from prefect_raybatch.flow.assets import materialize_result
-from prefect_raybatch.flow.away import watched
+from prefect_raybatch.flow.away import is_outage, watched
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.flow.blocks.endpoint import endpoint_of
 from prefect_raybatch.flow.blocks.store import options_of
@@ -216,8 +223,7 @@ def finalize_run(job: BatchJob, run: Run, progress: Progress | None = None) -> R
         with _recorded(loaded, run, FINALIZING), _ended_if_cancelled(loaded):
             written = written_uri(job.output.uri)
             report = finalize(loaded, run, progress, written, _sender(filled))
-        with watched() as api, api.within():
-            _show_report(job.name, report)
+        _show_report(job.name, report)
         events = CompletionEvents(run, job.name, loaded.output.options)
         limited = loaded.source.most_rows is not None
         send_history_events(events, loaded.name, loaded.output, written, limited)
@@ -280,7 +286,7 @@ def publish_run(job: BatchJob, run: Run) -> RunReport:
         for publication in report.published:
             verb, text = published_verb(publication, began), published_text(publication)
             get_run_logger().info("run %s: %s to %s", run.run_key, verb, text)
-        put(_report_page(report), f"{artifact_key(loaded.name)}-report", report.run_key)
+        _show({"report": _report_page(report)}, loaded.name, report.run_key)
         _send_completed(CompletionEvents(run, job.name, loaded.output.options), report)
         return report
 
@@ -303,7 +309,7 @@ def tune_engine(job: BatchJob, minutes: float = 5.0, deadline: str | None = None
         tuning = try_settings(with_blocks(job), minutes, deadline=limit, observe=show)
         about = "\n\n".join(map(markdown_text, tune.conclusion(tuning)))
         table = TableArtifact(table=tune.table(tuning), description=about)
-        put(table, tune_key(job.name))
+        put_or_log(table, tune_key(job.name))
         return tune.settings(tuning)
 
 
@@ -438,8 +444,33 @@ def _show_report(job_name: str, report: RunReport) -> None:
     if image is not None:
         # Also a separate artifact: Prefect's newer page shows no images within Markdown.
         shown["plots"] = ImageArtifact(image_url=image, description="Plots of the run.")
-    for kind, artifact in shown.items():
-        put(artifact, f"{artifact_key(job_name)}-{kind}", report.run_key)
+    _show(shown, job_name, report.run_key)
+
+
+def _show(artifacts: Mapping[str, Artifact], job_name: str, run_key: str) -> None:
+    """Show artifacts, given by their kinds, of a run whose result is complete.
+
+    An error is only logged, because a page must not fail the run. In an outage the other artifacts
+    are not tried, and the error is raised if Prefect retries the task, which then shows them all.
+    """
+    with watched() as api:
+        for kind, artifact in artifacts.items():
+            key = f"{artifact_key(job_name)}-{kind}"
+            try:
+                with api.within():
+                    put(artifact, key, run_key)
+            except Exception as error:
+                if is_outage(error) and _is_retried():
+                    raise
+                log_not_shown(key, error)
+                if is_outage(error):
+                    return
+
+
+def _is_retried() -> bool:
+    """Return whether Prefect retries the current task after a transient error."""
+    context = TaskRunContext.get()
+    return context is not None and context.task_run.run_count <= context.task.retries
 
 
 def _report_page(report: RunReport) -> MarkdownArtifact:

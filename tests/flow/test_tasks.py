@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 from helpers.heard import caught_events
 from helpers.prefect_server import artifacts_of
@@ -18,6 +19,7 @@ from helpers.retries import first_run, numbers, work
 from helpers.small import make_job
 from helpers.targets import delta, delta_rows
 from prefect import flow
+from prefect.artifacts import MarkdownArtifact, TableArtifact
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -316,6 +318,48 @@ def test_a_page_that_is_away_stops_nothing(
 
     assert infer() == 100
     assert asked
+
+
+def answered(status: int) -> httpx.HTTPStatusError:
+    response = httpx.Response(status, request=httpx.Request("POST", "http://prefect/artifacts"))
+    return httpx.HTTPStatusError(f"status {status}", request=response.request, response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [(answered(413), 1), (answered(429), 3), (httpx.ConnectError("refused"), 3)],
+)
+def test_artifacts_that_prefect_does_not_take_fail_no_run(
+    error: Exception, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task is tried again only in an outage, and then published without them."""
+    refused: list[str] = []
+
+    def refuse(self: TableArtifact, **_: Any) -> None:
+        refused.append(str(self.key))
+        raise error
+
+    monkeypatch.setattr(TableArtifact, "create", refuse)
+    output = {"publish": [delta(tmp_path)]}
+    made = first_run(tmp_path / "out", name=f"untaken-{tries}", finish=False, output=output)
+    run = Run(made.store.uri, "key", made.plan.hash, 20, 4, False)
+
+    @flow
+    def night() -> None:
+        again: dict[str, Any] = {"retries": 2, "retry_delay_seconds": 0}
+        tasks.finalize_run.with_options(**again)(made.job, run)
+        tasks.publish_run.with_options(**again)(made.job, run)
+
+    with monkeypatch.context() as patch:
+        if tries > 1:  # then it is the page of the report, too
+            patch.setattr(MarkdownArtifact, "create", refuse)
+        assert night(return_state=True).is_completed()
+    assert delta_rows(tmp_path)
+    base = artifacts.artifact_key(made.job.name)
+    assert refused.count(f"{base}-stages") == tries
+    assert refused.count(f"{base}-report") == (tries if tries > 1 else 0)
+    kinds = {artifact.key.removeprefix(f"{base}-") for artifact in artifacts_of(f"{base}-")}
+    assert ("report" in kinds) == (tries == 1) and "stages" not in kinds
 
 
 def test_a_night_is_completed_once_it_is_published_to_all(tmp_path, monkeypatch):
