@@ -76,14 +76,18 @@ def owner(retries: int = 0) -> Owner:
         return Owner(api=api)
     id = UUID(str(current))
 
-    def attached(ray_job: str, server: str) -> None:
+    def label(**labels: str | int) -> None:
         try:
             with get_client(sync_client=True) as client:
-                client.update_flow_run_labels(
-                    id, {JOB_LABEL: ray_job, SERVER_LABEL: server, SINCE_LABEL: round(time.time())}
-                )
+                client.update_flow_run_labels(id, labels)
         except Exception as error:  # the job runs in any case
             log.warning("could not label the flow run with its Ray job: %s", error)
+
+    def attached(ray_job: str, server: str) -> None:
+        label(**{JOB_LABEL: ray_job, SERVER_LABEL: server, SINCE_LABEL: round(time.time())})
+
+    def detached() -> None:
+        label(**{JOB_LABEL: ""})  # Prefect cannot remove a label
 
     def cancelled() -> bool:
         try:
@@ -97,7 +101,7 @@ def owner(retries: int = 0) -> Owner:
     def retried() -> bool:
         return (task_run.get_run_count() or 1) <= retries
 
-    return Owner(str(id), attached, cancelled, api, retried)
+    return Owner(str(id), attached, cancelled, api, retried, detached)
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def reconcile_jobs(
     A job is stopped if its flow run has ended and no other flow run follows it. A flow run is
     marked Crashed if all of this is true:
 
-    - It is Running, and has been following its job for over `grace` seconds.
+    - It has been Running, and following its job, for over `grace` seconds.
     - The server does not know that job, or the job ended without success over `grace` seconds ago.
     - Both are still true `settle` seconds later. In that time, a live flow run submits its job
       again if the head has lost it.
@@ -335,7 +339,7 @@ def _crash_stale(
     actions = []
     for seen in suspects:
         run = client.read_flow_run(seen.id)
-        ray_job = server.find(str(_label(run, JOB_LABEL)))
+        ray_job = server.find(str(_label(run, JOB_LABEL))) if _label(run, JOB_LABEL) else None
         if not _vanished(run, ray_job, now - grace):
             continue
         status = f"is {ray_job.status}" if ray_job else "does not exist at the job server"
@@ -349,11 +353,14 @@ def _crash_stale(
 
 
 def _vanished(run: FlowRun, ray_job: RayJob | None, before: float) -> bool:
-    if (
-        run.state is None
-        or not run.state.is_running()
-        or float(_label(run, SINCE_LABEL) or 0) > before
-    ):
+    """Return whether the flow run is Running although its job is lost.
+
+    True only if the flow run began before the time `before` to follow the job and to be Running: a
+    retry has the label of the attempt before it, until it follows a job itself.
+    """
+    if not _label(run, JOB_LABEL) or run.state is None or not run.state.is_running():
+        return False
+    if max(float(_label(run, SINCE_LABEL) or 0), _changed(run)) > before:
         return False
     if ray_job is None:
         return True

@@ -82,7 +82,8 @@ class Owner:
     `id` is the flow run's. `attached(submission id, server)` is called when a job is found or
     submitted. `cancelled()`, called after a signal, returns whether a user cancelled the flow run.
     `retried()`, called after a transient error, returns whether Prefect will retry. `api` is the
-    URL of Prefect's API, empty if there is none.
+    URL of Prefect's API, empty if there is none. `detached()` is called when the job has ended, and
+    when all shards are committed before one is found.
     """
 
     id: str | None = None
@@ -90,6 +91,7 @@ class Owner:
     cancelled: Callable[[], bool] = lambda: False
     api: str = ""
     retried: Callable[[], bool] = lambda: False
+    detached: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,8 @@ class Follower:
         if it ended without a recorded error or if MOST_JOBS jobs in a row left the run incomplete.
         """
         self.watch.begin()
+        if self.watch.whole:
+            self.owner.detached()  # an earlier attempt may have been killed while it followed a job
         with self._on_signal():
             for _ in range(MOST_JOBS):
                 if self.watch.whole:
@@ -155,6 +159,7 @@ class Follower:
                 record, server = self.attach()
                 self.owner.attached(record.id, record.server)
                 ended = self.follow(record, server)
+                self.owner.detached()
                 if ended is not None:
                     self._collect(record, ended)
         raise JobLost(f"{self.run.uri}: {JOBS_ENDED}")

@@ -23,7 +23,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Ru
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow import reconcile as flow_runs
 from prefect_raybatch.flow.blocks.cluster import RayCluster
-from prefect_raybatch.flow.reconcile import Action, reconcile_jobs, restart_crashed
+from prefect_raybatch.flow.reconcile import GRACE, Action, reconcile_jobs, restart_crashed
 from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.remote.client import JobServer
 
@@ -81,6 +81,14 @@ def state_of(run: FlowRun) -> Any:
         return client.read_flow_run(run.id).state
 
 
+@pytest.fixture
+def much_later(monkeypatch: pytest.MonkeyPatch) -> float:
+    """For reconciliation it is later than the grace allows; the time of its clock."""
+    clock = SimpleNamespace(time=lambda: time.time() + 2 * GRACE, sleep=time.sleep)
+    monkeypatch.setattr(flow_runs, "time", clock)  # other threads of this process use time itself
+    return float(clock.time())
+
+
 def whats(actions: list[Action]) -> list[str]:
     return [action.what for action in actions]
 
@@ -133,7 +141,7 @@ def test_a_process_that_died_while_cancelling_is_helped(
     assert whats(reconcile_jobs(URL)) == ["stopped"] and head.stopped == [ID]
 
 
-def test_a_flow_run_whose_job_has_vanished_is_told(head: FakeHead) -> None:
+def test_a_flow_run_whose_job_has_vanished_is_told(head: FakeHead, much_later: float) -> None:
     run = flow_run(Running(), follows=ID, since=1.0)
     assert whats(reconcile_jobs(URL, dry_run=True)) == ["crashed"] and state_of(run).is_running()
     (action,) = reconcile_jobs(URL, settle=0.01)
@@ -143,22 +151,30 @@ def test_a_flow_run_whose_job_has_vanished_is_told(head: FakeHead) -> None:
 
 
 def test_a_flow_that_submits_anew_in_time_is_left_alone(
-    head: FakeHead, monkeypatch: pytest.MonkeyPatch
+    head: FakeHead, much_later: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = flow_run(Running(), follows=ID, since=1.0)
-    # Not time.sleep itself: other threads of this process call it too.
-    clock = SimpleNamespace(time=time.time, sleep=lambda seconds: submitted(head, run))
-    monkeypatch.setattr(flow_runs, "time", clock)
+    monkeypatch.setattr(flow_runs.time, "sleep", lambda seconds: submitted(head, run))
     assert reconcile_jobs(URL, settle=90) == [] and state_of(run).is_running()
 
 
-def test_a_flow_run_has_time_to_notice_itself(head: FakeHead) -> None:
-    young = flow_run(Running(), follows=ID, since=time.time())
+def test_a_retry_is_not_judged_by_the_job_of_the_attempt_before(head: FakeHead) -> None:
+    """Its labels stay until it follows a job itself, for which it may wait long."""
+    run = flow_run(Running(), follows=ID, since=1.0)
+    for _ in range(2):  # unknown to the server, then failed long ago
+        assert reconcile_jobs(URL, settle=0) == [] and state_of(run).is_running()
+        head.jobs[ID] = job(ID, "FAILED")
+        head.jobs[ID].end_time = 1000
+    assert [a.flow_run for a in reconcile_jobs(URL, grace=0, settle=0)] == [str(run.id)]
+
+
+def test_a_flow_run_has_time_to_notice_itself(head: FakeHead, much_later: float) -> None:
+    young = flow_run(Running(), follows=ID, since=much_later)
     done = flow_run(Running(), follows="raybatch-done-1", since=1.0)
     head.jobs["raybatch-done-1"] = job("raybatch-done-1", "SUCCEEDED")
     failed = flow_run(Running(), follows="raybatch-failed-1", since=1.0)
     head.jobs["raybatch-failed-1"] = job("raybatch-failed-1", "FAILED")
-    head.jobs["raybatch-failed-1"].end_time = time.time() * 1000
+    head.jobs["raybatch-failed-1"].end_time = much_later * 1000
     assert reconcile_jobs(URL, settle=0) == []
     head.jobs["raybatch-failed-1"].end_time = 1000
     assert [a.flow_run for a in reconcile_jobs(URL, settle=0)] == [str(failed.id)]
@@ -216,11 +232,14 @@ def test_a_flow_run_labels_itself_and_knows_when_it_is_cancelled(head: FakeHead)
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(owner.id, Cancelling(), force=True)  # type: ignore[arg-type]
             seen.append(owner.cancelled())
-            run = client.read_flow_run(owner.id)  # type: ignore[arg-type]
-            seen.append({k: run.labels[k] for k in ("raybatch.job", "raybatch.job_server")})
+            for _ in range(2):
+                run = client.read_flow_run(owner.id)  # type: ignore[arg-type]
+                seen.append({k: run.labels[k] for k in ("raybatch.job", "raybatch.job_server")})
+                owner.detached()
 
     follows(return_state=True)
-    assert seen == [False, True, {"raybatch.job": ID, "raybatch.job_server": URL}]
+    labels = {"raybatch.job": ID, "raybatch.job_server": URL}
+    assert seen == [False, True, labels, {**labels, "raybatch.job": ""}]
     assert flow_runs.owner().id is None
 
 

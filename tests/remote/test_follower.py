@@ -80,6 +80,7 @@ class World:
         self.run = Run(str(root), "key", self.plan.hash, 5 * shards, shards, False)
         self.slept = 0
         self.attached: list[str] = []
+        self.detached = 0
         self.cancelled = False
 
     def id(self, number: int) -> str:
@@ -102,7 +103,12 @@ class World:
             (step or self.work)()
 
         job = job or self.job()
-        owner = jobs.Owner("flow", lambda id, server: self.attached.append(id), self._cancelled)
+        owner = jobs.Owner(
+            "flow",
+            lambda id, server: self.attached.append(id),
+            self._cancelled,
+            detached=self._detach,
+        )
         return jobs.Follower(
             submission_of(job, job),
             self.run,
@@ -115,6 +121,9 @@ class World:
 
     def _cancelled(self) -> bool:
         return self.cancelled
+
+    def _detach(self) -> None:
+        self.detached += 1
 
     def work(self) -> None:
         """The live job starts, or commits one shard, or succeeds."""
@@ -166,7 +175,7 @@ def test_the_record_is_written_before_the_job_is_submitted(world: World) -> None
     progress = world.follower().run_to_end()
     assert seen == [1] and world.head.started == [world.id(1)]
     assert (progress.done, progress.resumed_shards, progress.engine_deaths) == (20, 0, 1)
-    assert world.attached == [world.id(1)]
+    assert world.attached == [world.id(1)] and world.detached == 1
     record = world.records.read(1)
     assert (record.id, record.flow_run, record.server) == (world.id(1), "flow", URL)
     (request,) = world.head.submissions
@@ -469,6 +478,14 @@ def test_a_job_that_made_way_for_a_newer_one_is_no_failure(world: World) -> None
     assert world.attached == [first, world.id(2)]
 
 
+def test_a_flow_that_finds_all_committed_follows_no_job(world: World) -> None:
+    world.submitted()
+    for shard in range(world.plan.shards):
+        world.small.commit(shard)
+    assert world.follower().run_to_end().done == 20
+    assert world.attached == [] and world.detached == 1
+
+
 def test_a_busy_head_is_no_failure_and_one_that_stays_away_is(world: World) -> None:
     world.submitted()
     world.head.down = 3
@@ -478,7 +495,7 @@ def test_a_busy_head_is_no_failure_and_one_that_stays_away_is(world: World) -> N
     follower = other.follower(lambda: setattr(other.head, "down", 10**6))
     with pytest.raises(JobServerUnavailable, match="running job continues"):
         follower.run_to_end()
-    assert follower.job_may_continue
+    assert follower.job_may_continue and not other.detached
     assert JobServerUnavailable.transient
 
 
