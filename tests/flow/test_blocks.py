@@ -250,11 +250,15 @@ def test_another_block_as_a_hosted_model_is_refused(prefect_api: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "error"),
-    [(0, PrefectUnavailable), (503, PrefectUnavailable), (401, ConfigError), (404, ConfigError)],
+    ("status", "error", "remedy"),
+    [
+        *((status, PrefectUnavailable, "could not be loaded") for status in (0, 408, 429, 503)),
+        *((status, ConfigError, "Check PREFECT_API_KEY") for status in (401, 403)),
+        (404, ConfigError, "Save it in Prefect"),
+    ],
 )
 def test_an_outage_of_the_api_is_told_from_a_block_that_cannot_be_loaded(
-    status: int, error: type[RayBatchError]
+    status: int, error: type[RayBatchError], remedy: str
 ) -> None:
     """Only an outage is tried again."""
 
@@ -271,7 +275,7 @@ def test_an_outage_of_the_api_is_told_from_a_block_that_cannot_be_loaded(
         here = f"{url if status else 'http://127.0.0.1:9'}/api"
         with temporary_settings({PREFECT_API_URL: here, PREFECT_CLIENT_MAX_RETRIES: 0}):
             named = job(engine={"endpoint": {"block": "hosted-model/large"}})
-            with pytest.raises(error, match=r"^engine\.endpoint\.block: ") as raised:
+            with pytest.raises(error, match=rf"^engine\.endpoint\.block: .*{remedy}") as raised:
                 with_blocks(named)
     assert raised.value.transient is (error is PrefectUnavailable)
 

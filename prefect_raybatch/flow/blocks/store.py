@@ -15,6 +15,7 @@ from prefect.settings import PREFECT_API_URL
 from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_validator
 
 from prefect_raybatch.errors import ConfigError, PrefectUnavailable
+from prefect_raybatch.flow.away import is_outage
 from prefect_raybatch.flow.blocks.form import FormBlock
 from prefect_raybatch.job.group import field
 from prefect_raybatch.schemes import store_scheme
@@ -256,15 +257,21 @@ def load_block(field: str, name: str) -> Any:
     """Return the saved block type-slug/name that a job names in `field`.
 
     Raises `ConfigError` if it cannot be loaded, and `PrefectUnavailable` if Prefect's API does not
-    answer or fails.
+    answer, fails, or asks to try again later.
     """
     try:
         return Block.load(name, _sync=True)  # type: ignore[call-arg]
     except Exception as error:
-        if _is_outage(error):
+        if is_outage(error):
             raise PrefectUnavailable(
                 f"{field}: the block {name} could not be loaded from Prefect's API "
                 f"{PREFECT_API_URL.value()}: {_brief(error)}"
+            ) from None
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403):
+            raise ConfigError(
+                f"{field}: Prefect's API {PREFECT_API_URL.value()} refuses access to the block "
+                f"{name} (status {error.response.status_code}). Check PREFECT_API_KEY or "
+                "PREFECT_API_AUTH_STRING, and what it allows"
             ) from None
         if isinstance(error.__cause__, ObjectNotFound):
             url = PREFECT_API_URL.value()
@@ -281,14 +288,6 @@ def load_block(field: str, name: str) -> Any:
             f"{field}: {name!r} cannot be loaded ({_brief(error)}); save the block, and install "
             "the package that defines it"
         ) from None
-
-
-def _is_outage(error: Exception) -> bool:
-    """Return whether Prefect's API did not answer, or failed with a status of 500 or more."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.is_server_error
-    wrong_url_or_key = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
-    return isinstance(error, httpx.TransportError) and not isinstance(error, wrong_url_or_key)
 
 
 def _brief(error: Exception) -> str:
