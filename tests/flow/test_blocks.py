@@ -46,6 +46,7 @@ from prefect_raybatch.flow.blocks import (
     options_of,
 )
 from prefect_raybatch.flow.tasks import with_blocks
+from prefect_raybatch.job.cluster import Cluster
 from prefect_raybatch.model import pinned as models
 from prefect_raybatch.remote.follower import Submission
 from prefect_raybatch.runs.repair import repair_run
@@ -541,9 +542,8 @@ def test_a_job_names_the_block_of_its_cluster(prefect_api: None) -> None:
     assert not secret_in(shown) and not secret_in(json.dumps(sendable(loaded)))
 
     RayCluster(address="h:1", token=HUSH[4]).save("named", overwrite=True)
-    triggered = BatchInferenceJob(job=here, cluster=RayCluster(address="h:2", token=HUSH[4]))
+    triggered = BatchInferenceJob(job=here, cluster=RayCluster(address="h:2"))
     assert triggered.batch_job().cluster.block is None  # the block's own cluster is in its place
-    assert triggered.environment()["RAY_AUTH_TOKEN"] == HUSH[4]
     assert with_blocks(here).cluster.access.address == "h:1"
     missing = r"^cluster\.block: Prefect has no block ray-cluster/none\. Save it in Prefect \(http"
     with pytest.raises(ConfigError, match=missing):
@@ -574,14 +574,38 @@ def test_a_saved_store_travels_by_name(prefect_api: None) -> None:
     assert not secret_in(kept.model_dump_json() + repr(kept))
 
 
-def test_secrets_reach_the_process_by_its_environment_only(
+def test_the_process_of_a_triggered_run_is_not_taken_for_the_flow_run_that_triggers_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    block = BatchInferenceJob(job=job(), cluster=cluster())
-    assert json.loads(block.environment()["RAY_JOB_HEADERS"])["X-Key"] == HUSH[3]
     monkeypatch.setenv("PREFECT__CONTROL_TOKEN", "of the flow run that triggers")
-    without = BatchInferenceJob(job=job()).environment()
-    assert "RAY_JOB_HEADERS" not in without and "PREFECT__CONTROL_TOKEN" not in without
+    assert "PREFECT__CONTROL_TOKEN" not in BatchInferenceJob(job=job()).environment()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"job_server": "http://head:8265", "headers": {"X-Key": HUSH[3]}, "token": HUSH[4]},
+        {"kubernetes": {"image": "ray"}, "headers": {"X-Key": HUSH[3]}},
+        {"address": "h:1", "token": HUSH[4]},
+    ],
+)
+def test_a_cluster_with_secrets_travels_by_name(prefect_api: None, fields: dict[str, Any]) -> None:
+    block = RayCluster(**fields)
+    for refused in (block.apply, lambda job: BatchInferenceJob(job=job, cluster=block).batch_job()):
+        with pytest.raises(ConfigError, match="cluster: the Ray Cluster block is not saved"):
+            refused(job())
+    block.save("travels", overwrite=True)
+    BatchInferenceJob(job=job(cluster={"on_crash": "stop"}), cluster=block).save(
+        "travels", overwrite=True
+    )
+    for found in (
+        block.apply(job(cluster={"address": "old:1", "on_crash": "stop"})),
+        BatchInferenceJob.load("travels").batch_job(),
+    ):
+        assert found.cluster == Cluster(block="ray-cluster/travels", on_crash="stop")
+        assert not secret_in(found.model_dump_json() + repr(found))
+        access = with_blocks(found).cluster.access
+        assert access.headers == block.request_headers()
 
 
 # --- running ------------------------------------------------------------------------------------

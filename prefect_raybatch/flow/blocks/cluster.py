@@ -10,7 +10,7 @@ from pydantic import ConfigDict, HttpUrl, SecretStr, field_validator, model_vali
 
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow.blocks.form import FormBlock
-from prefect_raybatch.flow.blocks.store import load_block
+from prefect_raybatch.flow.blocks.store import load_block, reference
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import SERVER
 from prefect_raybatch.job.cluster import ClusterAccess
@@ -133,7 +133,8 @@ class RayCluster(FormBlock, CredentialsBlock):
     def apply(self, job: BatchJob) -> BatchJob:
         """Return the job with this cluster in place of the one that the job names.
 
-        Raises `ConfigError` if the job cannot run on it.
+        If this block has a token or headers, which a job cannot hold, the job names the block.
+        Raises `ConfigError` if such a block is not saved, or if the job cannot run on the cluster.
         """
         value = job.to_dict()
         places = {
@@ -142,6 +143,11 @@ class RayCluster(FormBlock, CredentialsBlock):
             "block": None,
             "kubernetes": self.kubernetes.model_dump(exclude_defaults=True),
         }
+        if self.token or self.headers:
+            try:
+                places = {**dict.fromkeys(places), "block": reference(self)}
+            except ValueError as error:
+                raise ConfigError(f"cluster: {error}") from None
         kept = {k: v for k, v in value.get("cluster", {}).items() if k not in places}
         value["cluster"] = {**kept, **{k: v for k, v in places.items() if v}}
         return BatchJob.from_dict(value, "job on the RayCluster block")

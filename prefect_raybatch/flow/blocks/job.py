@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from prefect_raybatch.flow.blocks.cluster import RayCluster
 from prefect_raybatch.flow.blocks.store import ObjectStore, reference
 from prefect_raybatch.job.batch_job import BatchJob
 from prefect_raybatch.job.checks import check_run_key
-from prefect_raybatch.job.cluster import ClusterAccess
 from prefect_raybatch.job.edits import edited
 from prefect_raybatch.job.group import field
 from prefect_raybatch.report.records import RunReport
@@ -104,7 +102,8 @@ class BatchInferenceJob(JobBlock[RunReport]):
 
         It is the job, or the contents of the job file, with the block's `cluster` in place of its
         own. Remote inputs and outputs without a credentials block get the name of the saved block
-        `store`. Raises `ConfigError` for a missing or invalid job file, and for an unsaved store.
+        `store`. Raises `ConfigError` for a missing or invalid job file, for an unsaved store, and
+        for an unsaved cluster with a token or headers.
         """
         job = self.job or BatchJob.from_yaml(str(self.job_file))
         if self.cluster is not None:
@@ -162,19 +161,12 @@ class BatchInferenceJob(JobBlock[RunReport]):
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the process that runs the triggered flow run.
 
-        They are those of this process, with the current Prefect settings, without the variables
-        that identify the present flow run, and with the cluster's secrets, which flow parameters
-        must not contain.
+        They are those of this process, with the current Prefect settings, and without the variables
+        that identify the present flow run.
         """
         settings = get_current_settings().to_environment_variables(exclude_unset=True)
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT__")}
-        access = self.cluster.access() if self.cluster else ClusterAccess()
-        more = {}
-        if access.headers and access.job_server:
-            more["RAY_JOB_HEADERS"] = json.dumps(dict(access.headers))
-        elif access.token:
-            more |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": access.token}
-        return {**ours, **settings, **more, "PREFECT__FLOW_ENTRYPOINT": ENTRYPOINT}
+        return {**ours, **settings, "PREFECT__FLOW_ENTRYPOINT": ENTRYPOINT}
 
 
 class BatchInferenceRun(JobRun[RunReport]):
