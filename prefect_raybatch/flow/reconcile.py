@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -33,6 +34,7 @@ from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow.blocks.cluster import access_of
 from prefect_raybatch.job.cluster import Cluster, ClusterAccess
+from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.trusted_places import check_server
 from prefect_raybatch.kuberay.api import KubeApi
@@ -54,7 +56,7 @@ SETTLE = 90.0  # seconds that a live flow run has to resubmit a job that a resta
 CANCEL = 60.0  # seconds that a cancelling flow run has to stop its job
 FLOW_RUNS_PAGE = 200
 RESTARTS = 2  # times that a crashed flow run is rescheduled
-RESTART_WITHIN = 12.0  # hours after a crash in which a flow run is rescheduled
+RESTART_WITHIN = 12.0  # hours after its first crash in which a flow run is rescheduled
 OUR_FLOWS = ("batch_inference", "retry_failed")
 OPEN = [
     StateType.SCHEDULED,
@@ -194,11 +196,11 @@ def _access(job_server: str) -> ClusterAccess:
 def restart_crashed(
     most: int = RESTARTS, hours: float = RESTART_WITHIN, dry_run: bool = False
 ) -> list[Action]:
-    """Reschedule flow runs of deployments that crashed within the last `hours`.
+    """Reschedule flow runs of deployments that first crashed within the last `hours`.
 
     Each keeps its parameters and its run key, so it continues from the committed shards. A flow run
-    is left alone if it has started more than `most` times, or if another flow run of its name is
-    active or has completed since it started. With `dry_run`, nothing is changed.
+    is left alone if it has crashed more than `most` times, or if another flow run of its run
+    directory is active or has completed since it started. With `dry_run`, nothing is changed.
     """
     since = time.time() - hours * 3600
     actions = []
@@ -206,8 +208,11 @@ def restart_crashed(
         for run in _crashed_runs(client):
             if run.state is None or _changed(run) < since:
                 continue
-            if run.run_count > most:
-                why = f"it crashed {run.run_count} times; see its log before you retry it"
+            crashes = _crashes(client, run)
+            if crashes and crashes[0] < since:
+                continue
+            if len(crashes) > most:
+                why = f"it crashed {len(crashes)} times; see its log before you retry it"
                 actions.append(Action("kept", run.name, str(run.id), why))
             elif _is_continued(client, run):
                 why = "another flow run is working on its run key, or has completed it"
@@ -224,10 +229,7 @@ def restart_crashed(
 
 
 def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the crashed flow runs of deployments of OUR_FLOWS, only the latest of each name.
-
-    The name of a flow run is its run key or, for `retry_failed`, names the run that it retries.
-    """
+    """Return the crashed flow runs of deployments of OUR_FLOWS, only the latest of each `_work`."""
     flow_runs = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=list(OUR_FLOWS))),
         flow_run_filter=FlowRunFilter(
@@ -236,15 +238,47 @@ def _crashed_runs(client: SyncPrefectClient) -> list[FlowRun]:
         sort=FlowRunSort.END_TIME_DESC,
         limit=FLOW_RUNS_PAGE,
     )
-    newest: dict[str, FlowRun] = {}
+    newest: dict[Hashable, FlowRun] = {}
     for run in flow_runs:
         if run.deployment_id is not None:
-            newest.setdefault(run.name, run)
+            newest.setdefault(_work(run), run)
     return list(newest.values())
 
 
+def _work(run: FlowRun) -> Hashable:
+    """Return what identifies the run that a flow run works on; others with the same continue it.
+
+    That is its flow, its name, and the name and output URI of its job. The name of a flow run is
+    its run key or, for `retry_failed`, names the directory of the run that it retries.
+    """
+    if "run_dir" in run.parameters:
+        return run.flow_id, run.name
+    job = run.parameters.get("job")
+    changes = run.parameters.get("overrides")
+    with suppress(ConfigError, AttributeError, TypeError):  # not a job, or not changes of one
+        job = with_fields(job or {}, changes or {})
+    output = job.get("output") if isinstance(job, Mapping) else None
+    uri = output.get("uri") if isinstance(output, Mapping) else None
+    name = job.get("name") if isinstance(job, Mapping) else None
+    return run.flow_id, run.name, str(name), str(uri).rstrip("/")
+
+
+def _crashes(client: SyncPrefectClient, run: FlowRun) -> list[float]:
+    """Return when the flow run crashed, in seconds since 1970, the first crash first.
+
+    Prefect's `run_count` would not do: it leaves out the crashes before a process had begun.
+    """
+    states = sorted(client.read_flow_run_states(run.id), key=lambda state: state.timestamp)
+    before = [None, *states]
+    return [
+        state.timestamp.timestamp()
+        for last, state in zip(before, states, strict=False)
+        if state.is_crashed() and not (last is not None and last.is_crashed())  # reported twice
+    ]
+
+
 def _is_continued(client: SyncPrefectClient, crashed: FlowRun) -> bool:
-    """Return whether a flow run named like `crashed` is active, or completed after its start.
+    """Return whether a flow run with the `_work` of `crashed` is active, or completed later.
 
     A flow run that completed before `crashed` started does not count: it may be an earlier retry of
     the same run. The start is compared, not the crash, because a crash may be noticed hours later.
@@ -260,7 +294,10 @@ def _is_continued(client: SyncPrefectClient, crashed: FlowRun) -> bool:
         sort=FlowRunSort.END_TIME_DESC,
         limit=FLOW_RUNS_PAGE,
     )
-    return any(not _has_completed(run) or _changed(run) > started for run in ours)
+    work = _work(crashed)
+    return any(
+        _work(run) == work and (not _has_completed(run) or _changed(run) > started) for run in ours
+    )
 
 
 def _has_completed(run: FlowRun) -> bool:

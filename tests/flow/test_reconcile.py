@@ -6,19 +6,31 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 from helpers.fake_ray import FakeHead, job
+from helpers.small import job_dict
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterDeploymentId,
     FlowRunFilterState,
     FlowRunFilterStateName,
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Running
+from prefect.states import (
+    Cancelled,
+    Cancelling,
+    Completed,
+    Crashed,
+    Failed,
+    Pending,
+    Running,
+    Scheduled,
+)
 
 from prefect_raybatch.errors import ConfigError, JobServerUnavailable
 from prefect_raybatch.flow import reconcile as flow_runs
@@ -264,41 +276,101 @@ def night_of_ours() -> None:
     pass
 
 
-def test_a_crashed_run_of_a_deployment_is_scheduled_again_under_its_run_key() -> None:
+@pytest.fixture
+def deployment() -> Iterator[UUID]:
     with get_client(sync_client=True) as client:
-        flow_id = client.create_flow(night_of_ours)
-        made = client.create_deployment(flow_id, name="crashes")  # and is no other test's
-
-        def crashed(key: str, times: int = 1, state: Any = None) -> FlowRun:
-            run = client.create_flow_run_from_deployment(made, name=key)
-            for _ in range(times):
-                client.set_flow_run_state(run.id, Running(), force=True)
-                client.set_flow_run_state(run.id, state or Crashed(message="gone"), force=True)
-            return client.read_flow_run(run.id)
-
+        made = client.create_deployment(client.create_flow(night_of_ours), name="crashes")
         forget()
-        night, often, taken = crashed("a"), crashed("b", 3), crashed("c")
-        crashed("c", state=Running())
-        crashed("d", state=Completed())  # an earlier retry of the same run
-        crashed("d")
-        crashed("e")
-        crashed("e", state=Completed())
-        elsewhere = flow_run(Crashed())  # has no deployment: nobody would start it
-        assert whats(restart_crashed(dry_run=True)).count("restarted") == 2
-        assert state_of(night).is_crashed()
-        found = {action.job: action for action in restart_crashed()}
-        assert {key: found[key].what for key in found} == {
-            "a": "restarted",
-            "b": "kept",
-            "c": "kept",
-            "d": "restarted",
-            "e": "kept",
-        }
-        assert "crashed 3 times" in found["b"].why and "another flow run" in found["c"].why
-        assert state_of(night).is_scheduled() and state_of(often).is_crashed()
-        assert state_of(taken).is_crashed() and state_of(elsewhere).is_crashed()
-        assert whats(restart_crashed()).count("restarted") == 0
-        assert restart_crashed(hours=0) == []
+        yield made
         forget()
-        client.delete_flow_run(night.id)
+        of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[made]))
+        for run in client.read_flow_runs(flow_run_filter=of_it):  # those that are scheduled
+            client.delete_flow_run(run.id)
         client.delete_deployment(made)
+
+
+def ended(
+    deployment: UUID, key: str, *states: Any, job: Any = None, changes: Any = None
+) -> FlowRun:
+    """A flow run named `key` that had these states; by default, it was Running and crashed."""
+    given = {"job": job_dict(**(job or {})), "overrides": changes}
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run_from_deployment(deployment, name=key, parameters=given)
+        for state in states or (Running(), CRASHED):
+            client.set_flow_run_state(run.id, state, force=True)
+        return client.read_flow_run(run.id)
+
+
+CRASHED = Crashed(message="gone")
+
+
+def test_a_crashed_run_of_a_deployment_is_scheduled_again_under_its_run_key(
+    deployment: UUID,
+) -> None:
+    night, often = ended(deployment, "a"), ended(deployment, "b", *[Running(), CRASHED] * 3)
+    taken = ended(deployment, "c")
+    ended(deployment, "c", Running())
+    ended(deployment, "d", Running(), Completed())  # an earlier retry of the same run
+    ended(deployment, "d")
+    ended(deployment, "e")
+    ended(deployment, "e", Running(), Completed())
+    elsewhere = flow_run(Crashed())  # has no deployment: nobody would start it
+    assert whats(restart_crashed(dry_run=True)).count("restarted") == 2
+    assert state_of(night).is_crashed()
+    found = {action.job: action for action in restart_crashed()}
+    assert {key: found[key].what for key in found} == {
+        "a": "restarted",
+        "b": "kept",
+        "c": "kept",
+        "d": "restarted",
+        "e": "kept",
+    }
+    assert "crashed 3 times" in found["b"].why and "another flow run" in found["c"].why
+    assert state_of(night).is_scheduled() and state_of(often).is_crashed()
+    assert state_of(taken).is_crashed() and state_of(elsewhere).is_crashed()
+    assert whats(restart_crashed()).count("restarted") == 0
+    assert restart_crashed(hours=0) == []
+
+
+def test_a_flow_run_whose_process_never_begins_is_restarted_twice(deployment: UUID) -> None:
+    """Prefect counts only processes that began, and each crash is younger than the first."""
+    night = ended(deployment, "a", Pending(), CRASHED, CRASHED)  # two reports of a crash
+    with get_client(sync_client=True) as client:
+        for _ in range(2):
+            assert whats(restart_crashed()) == ["restarted"]
+            for state in (Pending(), CRASHED):
+                client.set_flow_run_state(night.id, state, force=True)
+    (action,) = restart_crashed()
+    assert action.what == "kept" and "crashed 3 times" in action.why
+
+
+def test_the_hours_count_from_the_first_crash(
+    deployment: UUID, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    night = ended(deployment, "a")
+    now = state_of(night).timestamp.timestamp() + 3600  # an hour after the first crash
+    monkeypatch.setattr(flow_runs, "time", SimpleNamespace(time=lambda: now))
+    with get_client(sync_client=True) as client:
+        for state in (Scheduled(), CRASHED):
+            client.set_flow_run_state(night.id, state, force=True)
+    first, latest = night.state.timestamp, state_of(night).timestamp  # type: ignore[union-attr]
+    between = (now - (first + (latest - first) / 2).timestamp()) / 3600
+    assert restart_crashed(hours=between) == []
+    assert whats(restart_crashed(hours=1.1)) == ["restarted"]
+
+
+def test_runs_of_other_folders_and_jobs_under_the_same_key_are_told_apart(
+    deployment: UUID,
+) -> None:
+    runs = [
+        ended(deployment, "a"),
+        ended(deployment, "a", job={"output": {"uri": "other"}}),
+        ended(deployment, "a", changes={"output.uri": "third"}),
+        ended(deployment, "a", job={"name": "other"}),
+    ]
+    ended(deployment, "a", Running(), Completed(), job={"output": {"uri": "fourth"}})
+    ended(deployment, "a", Running(), job={"name": "fifth"})
+    taken = ended(deployment, "a", job={"output": {"uri": "sixth/"}})
+    ended(deployment, "a", Running(), changes={"output.uri": "sixth"})
+    found = {action.flow_run: action.what for action in restart_crashed()}
+    assert found == {**{str(run.id): "restarted" for run in runs}, str(taken.id): "kept"}
