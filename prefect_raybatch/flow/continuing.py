@@ -103,6 +103,15 @@ def _started(client: SyncPrefectClient, run: FlowRun) -> FlowStart:
     return FlowStart(run.id, flow, f"{flow}/{deployment.name}", given, takes, start, job)
 
 
+def changed_job(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the job in a flow run's parameters with its `overrides`; {} if there is none."""
+    job, changes = parameters.get("job"), parameters.get("overrides")
+    values = dict(job) if isinstance(job, Mapping) else {}
+    with suppress(RayBatchError):  # a field that is used as a group
+        return with_fields(values, changes if isinstance(changes, Mapping) else {})
+    return values
+
+
 def root_run() -> UUID | None:
     """Return the id of the outermost flow run; None outside a flow run.
 

@@ -282,9 +282,9 @@ def log_crash(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
             flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
         )
     done = [t.name for t in task_runs if t.state is not None and t.state.is_completed()]
-    job = flow_run.parameters.get("job") or {}
-    publishes = isinstance(job, Mapping) and (job.get("output") or {}).get("publish")
-    is_complete = any(name.startswith(LAST_TASKS[bool(publishes)]) for name in done)
+    output = continuing.changed_job(flow_run.parameters).get("output") or {}
+    publishes = isinstance(output, Mapping) and bool(output.get("publish"))
+    is_complete = any(name.startswith(LAST_TASKS[publishes]) for name in done)
     flow_run_logger(flow_run, flow).error(
         "%s", crash_text(state.message or "", flow_run.id, is_complete)
     )

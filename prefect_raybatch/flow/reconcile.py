@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -33,8 +32,8 @@ from prefect_raybatch.doctor.services import prefect_api
 from prefect_raybatch.errors import ConfigError
 from prefect_raybatch.flow import origin  # noqa: F401  # says which jobs the policy limits
 from prefect_raybatch.flow.blocks.cluster import access_of
+from prefect_raybatch.flow.continuing import changed_job
 from prefect_raybatch.job.cluster import Cluster, ClusterAccess
-from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.kubernetes import Kubernetes
 from prefect_raybatch.job.trusted_places import check_server
 from prefect_raybatch.kuberay.api import KubeApi
@@ -78,7 +77,7 @@ def owner(retries: int = 0) -> Owner:
         return Owner(api=api)
     id = UUID(str(current))
 
-    def label(**labels: str | int) -> None:
+    def label(labels: dict[str, Any]) -> None:
         try:
             with get_client(sync_client=True) as client:
                 client.update_flow_run_labels(id, labels)
@@ -86,10 +85,10 @@ def owner(retries: int = 0) -> Owner:
             log.warning("could not label the flow run with its Ray job: %s", error)
 
     def attached(ray_job: str, server: str) -> None:
-        label(**{JOB_LABEL: ray_job, SERVER_LABEL: server, SINCE_LABEL: round(time.time())})
+        label({JOB_LABEL: ray_job, SERVER_LABEL: server, SINCE_LABEL: round(time.time())})
 
     def detached() -> None:
-        label(**{JOB_LABEL: ""})  # Prefect cannot remove a label
+        label({JOB_LABEL: ""})  # Prefect cannot remove a label
 
     def cancelled() -> bool:
         try:
@@ -253,14 +252,10 @@ def _work(run: FlowRun) -> Hashable:
     """
     if "run_dir" in run.parameters:
         return run.flow_id, run.name
-    job = run.parameters.get("job")
-    changes = run.parameters.get("overrides")
-    with suppress(ConfigError, AttributeError, TypeError):  # not a job, or not changes of one
-        job = with_fields(job or {}, changes or {})
-    output = job.get("output") if isinstance(job, Mapping) else None
+    job = changed_job(run.parameters)
+    output = job.get("output")
     uri = output.get("uri") if isinstance(output, Mapping) else None
-    name = job.get("name") if isinstance(job, Mapping) else None
-    return run.flow_id, run.name, str(name), str(uri).rstrip("/")
+    return run.flow_id, run.name, str(job.get("name")), str(uri).rstrip("/")
 
 
 def _crashes(client: SyncPrefectClient, run: FlowRun) -> list[float]:

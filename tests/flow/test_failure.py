@@ -439,24 +439,39 @@ def test_a_cancellation_that_no_worker_notices_ends_the_run(
     assert "Committed shards are kept. Continue with: " in str(state.message)
 
 
-@pytest.mark.parametrize("publishes", [False, True])
-def test_a_crash_is_logged_with_whether_the_result_is_complete(publishes: bool) -> None:
+TARGET = {"uri": "x"}
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides"),
+    [
+        ({"output": {"publish": []}}, None),
+        ({"output": {"publish": [TARGET]}}, {"sampling.max_tokens": 9}),
+        ({"output": {"uri": "out"}}, {"output.publish": [TARGET]}),
+        (None, {"output.publish": [TARGET]}),  # of a retry of failed rows
+        ({"output": {"publish": [TARGET]}}, {"output.publish": []}),
+    ],
+)
+def test_a_crash_is_logged_with_whether_the_result_is_complete(job: Any, overrides: Any) -> None:
     """By Prefect's message of a lost lease, which does not say what was lost."""
+    given = (overrides or {}).get("output.publish", (job or {}).get("output", {}).get("publish"))
+    publishes = bool(given)
     last = failure.LAST_TASKS[publishes]
 
-    @task(task_run_name=f"{last}k")
+    @task
     def finish() -> None:
         pass
 
     @flow
-    def night(job: dict[str, Any], work: bool) -> None:
+    def night(job: Any, overrides: Any, work: bool) -> None:
+        if publishes or work:
+            finish.with_options(task_run_name=f"{failure.LAST_TASKS[False]}k")()
         if work:
-            finish()
+            finish.with_options(task_run_name=f"{last}k")()
 
-    job = {"output": {"publish": [{"uri": "x"}] if publishes else []}}
     message = f"{failure.CANCELLED_BY_PREFECT}."
     for work, end in ((True, "The result is complete."), (False, "prefect flow-run retry")):
-        id = night(job, work, return_state=True).state_details.flow_run_id
+        id = night(job, overrides, work, return_state=True).state_details.flow_run_id
         with get_client(sync_client=True) as client:
             run = client.read_flow_run(id)
         # By name, as Prefect's worker calls it.
