@@ -58,11 +58,23 @@ class FlowStart:
             self.takes >= names for names in (RUN_PARAMETERS, RETRY_PARAMETERS, BACKFILL_PARAMETERS)
         )
 
+    @property
+    def takes_changes(self) -> bool:
+        """Return whether `command` can change fields of the job by the parameter `overrides`."""
+        changes = self.flow_parameters.get("overrides") or {}
+        is_called_again = self.deployment is None or self.is_repeatable
+        return is_called_again and "overrides" in self.takes and isinstance(changes, Mapping)
+
+    @property
+    def place_of_job(self) -> str:
+        """Return the deployment or flow whose job an operator changes, as text."""
+        return f"deployment {self.deployment}" if self.deployment else f"flow {self.flow}"
+
     def parameters(self, run_key: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters, secrets masked, with which a new flow run continues the run.
 
         `run_key` is added for flows that take one. `changes` maps dotted names of job fields to new
-        values; they are added to the parameter `overrides`.
+        values; they are added to the parameter `overrides` if the flow has one.
         """
         values = {name: value for name, value in self.flow_parameters.items() if value is not None}
         if self.takes >= RUN_PARAMETERS:
@@ -71,7 +83,7 @@ class FlowStart:
             # The new flow run has another scheduled start, and so another key and date.
             if not values.get("scheduled_for") and not values.get("run_date") and self.start:
                 values["scheduled_for"] = self.start.isoformat()
-        if changes and "overrides" in self.takes:
+        if changes and self.takes_changes:
             values["overrides"] = {**(values.get("overrides") or {}), **changes}
         return _without_secrets(dict(sorted(values.items())), self.job)
 

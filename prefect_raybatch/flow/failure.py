@@ -156,8 +156,8 @@ def explained(
             raise
         rows = sample() if sample and not isinstance(error, StoreError) else ()
         kind, message = _kind_and_message(error)
-        remedy = _remedy(error)
         budget = stop() if isinstance(error, ErrorBudgetExceeded) else None
+        remedy = _remedy(error, _changes(error, limits, budget))
         command = command_for(error, limits, run_key, run, budget)
         cause = Cause(task, name, run_key or name, kind, message, remedy, command, run, rows)
         _report(cause)
@@ -185,15 +185,21 @@ def _kind_and_message(error: BaseException) -> tuple[str, str]:
     return type(error).__name__, (lines[-1] if lines else "")[:LONGEST_LINE]
 
 
-def _remedy(error: BaseException) -> str:
+def _remedy(error: BaseException, changes: Mapping[str, Any]) -> str:
     """Return what to do about an error.
 
-    For a `ConfigError` in a deployment's flow run, names the deployment whose job to change.
+    For a `ConfigError` in a deployment's flow run, names the deployment whose job to change. If the
+    flow takes no `changes` of its job's fields, names the fields and the flow or deployment.
     """
-    if type(error) is ConfigError and (start := continuing.started()) and start.deployment:
+    start = continuing.started() if type(error) is ConfigError or changes else None
+    if type(error) is ConfigError and start is not None and start.deployment:
         return (
-            f"Change the field that the message names in deployment {start.deployment}, then run "
-            "it again."
+            f"Change the field that the message names in {start.place_of_job}, then run it again."
+        )
+    if changes and start is not None and not start.takes_changes:
+        fields = " and ".join(f"{field} to {value}" for field, value in changes.items())
+        return (
+            f"Fix the cause, or set {fields} in the job of {start.place_of_job}; then run it again."
         )
     return error.remedy if isinstance(error, RayBatchError) else RayBatchError.remedy
 
@@ -224,15 +230,19 @@ def command_for(
     """
     if isinstance(error, CorruptRun) and run:
         return f"raybatch verify {shlex.quote(run)}"
-    changes: dict[str, Any] = {}
-    if isinstance(error, ErrorBudgetExceeded) and limits is not None:
-        changes = raised_limits(limits, stop)
-    if isinstance(error, CostExceeded) and limits is not None and limits.max_cost:
-        changes = {"limits.max_cost": 2 * limits.max_cost}
     if isinstance(error, PlanMismatch) and run_key:
         run_key = f"{run_key}-2"
     new_run = isinstance(error, (*JOB_TO_CHANGE, PlanMismatch))
-    return continuing.command(run_key, changes, new_run)
+    return continuing.command(run_key, _changes(error, limits, stop), new_run)
+
+
+def _changes(error: Exception, limits: Limits | None, stop: Stop | None = None) -> dict[str, float]:
+    """Return {job field: value} with which the run can continue after the error; {} without any."""
+    if isinstance(error, ErrorBudgetExceeded) and limits is not None:
+        return raised_limits(limits, stop)
+    if isinstance(error, CostExceeded) and limits is not None and limits.max_cost:
+        return {"limits.max_cost": 2 * limits.max_cost}
+    return {}
 
 
 def raised_limits(limits: Limits, stop: Stop | None) -> dict[str, float]:

@@ -357,6 +357,7 @@ def backfill_job(
     last: Annotated[date, titled("Last date")],
     at_most: Annotated[int, Field(ge=1), titled("Concurrent runs")] = 1,
     stop_on_failure: Annotated[bool, titled("Stop on failure")] = False,
+    overrides: Annotated[Fields | Unset, titled("Field overrides")] = None,
 ) -> list[dict[str, str]]:
     """Run a job with {run_date} for each date of a range, skipping completed dates.
 
@@ -370,8 +371,10 @@ def backfill_job(
         last: Last date of the range, inclusive.
         at_most: Maximum number of concurrent runs. They share one Ray cluster.
         stop_on_failure: Start no further runs once one has failed.
+        overrides: Fields of the job to change, such as {"limits.max_failed_rows": 99}.
     """
     with explained("backfill_job", job.name, None):
+        job = with_changes(job, overrides, None)
         loaded = with_blocks(job)
         by_date = {run.date: run for run in planned_runs(loaded, first, last)}
 

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +19,14 @@ from helpers.small import job_dict
 from prefect import flow
 
 import prefect_raybatch as rb
-from prefect_raybatch.errors import ConfigError, ErrorBudgetExceeded, PlanMismatch
+from prefect_raybatch.errors import (
+    ConfigError,
+    CostExceeded,
+    ErrorBudgetExceeded,
+    PlanMismatch,
+)
 from prefect_raybatch.flow import continuing
-from prefect_raybatch.flow.failure import command_for
+from prefect_raybatch.flow.failure import command_for, explained
 from prefect_raybatch.runs.typed import name_typed_run, typed_command
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -154,6 +160,53 @@ def test_limits_are_raised_beside_the_changes_that_are_there(
     }
     other = given_by(command_for(PlanMismatch("x"), job.limits, "k", None))
     assert other["run_key"] == "k-2" and other["overrides"] == {"sampling.max_tokens": 9}
+
+
+BACKFILL = continuing.BACKFILL_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("takes", "names_field"),
+    [
+        (BACKFILL, True),
+        (BACKFILL | {"overrides"}, False),
+        (frozenset({"day"}), True),
+        (frozenset({"day", "overrides"}), True),
+    ],
+)
+def test_who_cannot_change_the_limit_by_a_command_is_told_which_field_to_change(
+    takes: frozenset[str],
+    names_field: bool,
+    prefect_api: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same command would fail again: of a deployment from before, or of a flow of one's own."""
+    own = started(
+        flow="f", deployment="f/prod", takes=takes, flow_parameters=dict.fromkeys(takes, 7)
+    )
+    own = replace(own, flow_parameters={**own.flow_parameters, "overrides": None})
+    monkeypatch.setattr(continuing, "started", lambda: own)
+    groups = {"limits": {"max_failed_rows": 3, "max_cost": 5}, "cluster": {"price_per_gpu_hour": 1}}
+    job = rb.BatchJob.from_dict(job_dict(**groups))
+
+    @flow
+    def fails(error: str) -> None:
+        with explained("infer_shards", job.name, "k", limits=job.limits):
+            raise errors[error]("too many")
+
+    errors = {kind.__name__: kind for kind in (ErrorBudgetExceeded, CostExceeded)}
+    raised = ("limits.max_failed_rows", 6), ("limits.max_cost", 10.0)
+    for name, (field, value) in zip(errors, raised, strict=True):
+        text = str(fails(name, return_state=True).message)
+        told = f"set {field} to {value} in the job of deployment f/prod; then run it again."
+        assert (told in text) == names_field
+        command = shown_command(text)
+        if not names_field:
+            assert given_by(command)["overrides"] == {field: value}
+        elif takes == BACKFILL:
+            assert command.startswith("prefect deployment run f/prod ")
+        else:
+            assert command == f"prefect flow-run retry {own.run}"
 
 
 def test_texts_that_look_like_json_and_secrets_in_fields(

@@ -125,8 +125,10 @@ def test_the_flow_is_failed_until_all_are_complete_and_its_table_is_an_artifact(
     with pytest.raises(IncompleteRun, match=r"2 of 3 dates are complete(.|\n)*2026-11-01"):
         backfill_job(job, day(1), day(3), at_most=2)
     write_job(tmp_path, 3)
-    made = backfill_job(job, day(1), day(3))
+    made = backfill_job(job, day(1), day(3), overrides={"limits.max_failed_rows": 2})
     assert [row["state"] for row in made] == ["completed", "completed before", "completed before"]
+    with pytest.raises(ConfigError, match="max_faild"):
+        backfill_job(job, day(1), day(3), overrides={"limits.max_faild_rows": 2})
     tables = artifacts_of("raybatch-filled-backfill")
     assert len(tables) == 2 and json.loads(str(tables[-1].data))[0]["rows"] in ("-", f"{ROWS}")
 
