@@ -22,12 +22,15 @@ from prefect.runtime import flow_run
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.edits import is_same_job, shown_job
 from prefect_raybatch.job.job_file import with_fields
-from prefect_raybatch.job.secrets import hide_options
+from prefect_raybatch.job.secrets import MASK, hide_options
 from prefect_raybatch.runs.typed import typed_words
 
 RUN_PARAMETERS = frozenset(("job", "run_key", "scheduled_for", "run_date", "overrides"))
 RETRY_PARAMETERS = frozenset(("run_dir", "errors", "overrides"))
 BACKFILL_PARAMETERS = frozenset(("job", "first", "last", "at_most", "stop_on_failure"))
+SHOWN_PARAMETERS = RUN_PARAMETERS.union(  # values of others may be secrets of a caller's own flow
+    RETRY_PARAMETERS, BACKFILL_PARAMETERS, ("limit", "accept", "minutes", "deadline")
+)
 
 
 @dataclass(frozen=True)
@@ -173,12 +176,13 @@ def _new_run(deployment: str, parameters: Mapping[str, Any]) -> str:
 def python_call(flow: str, parameters: Mapping[str, Any]) -> str:
     """Return the call of a flow as Python.
 
-    Mappings may contain secrets, so they are shown as the name of a variable; `overrides`, whose
-    secrets are already masked, is shown in full.
+    `job`, other mappings and parameters that are not of our flows may contain secrets, so they are
+    shown as the name of a variable. `overrides`, whose secrets are masked, is shown in full.
     """
     texts = []
     for name, value in parameters.items():
-        is_shown = name == "overrides" or not isinstance(value, Mapping)
+        is_ours = name in SHOWN_PARAMETERS and name != "job"
+        is_shown = is_ours and (name == "overrides" or not isinstance(value, Mapping))
         texts.append(f"{name}={value!r}" if is_shown else f"{name}={name}")
     return f"{flow.replace('-', '_')}({', '.join(texts)})"
 
@@ -205,12 +209,14 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
-    """Return a flow run's parameters with secrets masked.
+    """Return a flow run's parameters with secrets masked, and all that our flows do not have.
 
     `job` is the job to which the parameter `overrides` applies. If a job is invalid, all its texts
     are masked unless they are known to be public.
     """
-    shown = dict(parameters)
+    shown = {
+        name: value if name in SHOWN_PARAMETERS else MASK for name, value in parameters.items()
+    }
     if "job" in shown:
         shown["job"] = shown_job(shown["job"]) or _numbers_alone(shown["job"])
     if shown.get("overrides"):
@@ -218,24 +224,29 @@ def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
     return shown
 
 
-def _shown_changes(job: Any, changes: Mapping[str, Any]) -> Any:
+def _shown_changes(job: Any, changes: object) -> Any:
     values = job if isinstance(job, Mapping) else {}
+    if not isinstance(changes, Mapping):  # a parameter of a caller's own flow
+        return MASK
     with suppress(RayBatchError, KeyError, TypeError):  # TypeError: not a valid job
         shown = shown_job(with_fields(values, changes))
         return {field: _at(shown, field) for field in changes}
     return _numbers_alone(changes)
 
 
-def _numbers_alone(value: Any) -> Any:
-    """Mask all texts in a value, except those that are known to be public.
+def _numbers_alone(value: Any, name: str = "") -> Any:
+    """Mask all texts in a value, except those whose names say that they are public.
 
-    Numbers and booleans stay as they are.
+    Numbers and booleans stay as they are. `name` is the field or option that holds the value, "" if
+    there is none.
     """
     if isinstance(value, Mapping):
-        return {name: _numbers_alone(inner) for name, inner in value.items()}
+        return {key: _numbers_alone(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_numbers_alone(inner) for inner in value]
-    return value if isinstance(value, (bool, int, float)) else hide_options(value)
+        return [_numbers_alone(inner, name) for inner in value]
+    if isinstance(value, (bool, int, float)):
+        return value
+    return hide_options(value, name) if name else MASK  # without a name, it hides nothing
 
 
 def _at(values: Any, field: str) -> Any:

@@ -225,6 +225,49 @@ def test_texts_that_look_like_json_and_secrets_in_fields(
     assert set(given_by(command)["overrides"]) == set(changes)
 
 
+def test_an_invalid_job_shows_no_text_that_may_be_a_secret(
+    job: rb.BatchJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = job_dict(
+        engine={"hf_token": "hush-a", "x": ["hush-b"]},
+        output={"options": {"region": "eu-central-1", "secret": "hush-c"}},
+    )
+    given = {"job": wrong, "overrides": {"engine.hf_token": "hush-d", "source.limt": 1}}
+    monkeypatch.setattr(continuing, "started", lambda: started(flow_parameters=given, job=wrong))
+    command = command_for(ConfigError("x"), job.limits, "k", None)
+    assert "hush" not in command
+    assert given_by(command)["overrides"]["source.limt"] == 1 and "eu-central-1" in command
+
+
+@pytest.mark.parametrize("deployment", [None, "nightly/prod"])
+def test_parameters_that_only_ones_own_flow_has_are_not_shown(
+    deployment: str | None, job: rb.BatchJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be secrets, such as a token or jobs with keys."""
+    given = {
+        "run_key": "k",
+        "job": "hush-of-a-text",
+        "overrides": ["hush-of-a-list"],
+        "hf_token": "hush",
+        "jobs": [job_dict(engine={"hf_token": "hush-of-a-job"})],
+    }
+    own = started(
+        flow="nightly",
+        deployment=deployment,
+        flow_parameters=given,
+        takes=continuing.RUN_PARAMETERS | set(given),
+        job=given["job"],
+    )
+    monkeypatch.setattr(continuing, "started", lambda: own)
+    for error in (ConfigError("x"), ErrorBudgetExceeded("x")):
+        command = command_for(error, job.limits, "k", None)
+        assert "hush" not in command
+        if deployment:
+            assert given_by(command)["run_key"] == "k" and set(given_by(command)) >= set(given)
+        else:
+            assert "hf_token=hf_token, job=job, jobs=jobs, " in command and "run_key='k'" in command
+
+
 def test_a_flow_of_ones_own_is_tried_again_as_it_is(
     job: rb.BatchJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +315,10 @@ def test_a_flow_that_was_called_is_shown_as_the_same_call(
     def my_pipeline(day: str, job: rb.BatchJob) -> None:
         rb.batch_inference(job, day)
 
-    known = {"batch_inference": rb.batch_inference, "my_pipeline": my_pipeline, "job": job}
+    known = {
+        **{"batch_inference": rb.batch_inference, "my_pipeline": my_pipeline},
+        **{"job": job, "day": "monday"},  # of one's own flow, whose values are not shown
+    }
     with settings_for(prefect_process):
         for call in (
             lambda: rb.batch_inference(job, limit=1, return_state=True),
