@@ -51,7 +51,7 @@ from prefect_raybatch.stages.columns import (
     TOKENS,
 )
 from prefect_raybatch.stages.engine import EngineLaunch, EngineStage, engine_launch
-from prefect_raybatch.stages.vllm import canary, phases, process_note, stepper
+from prefect_raybatch.stages.vllm import canary, forking, phases, process_note, stepper
 from prefect_raybatch.stages.vllm.shorter_start import MEASURED_ONCE
 from prefect_raybatch.stages.vllm.stepper import Completion, EngineDied, plain_fields
 
@@ -598,6 +598,28 @@ def test_the_environment_is_set_before_the_engine_starts(started, monkeypatch):
 def launch_for(job: BatchJob, gpus: int = 0) -> EngineLaunch:
     size = sizes_of(size_spec(job), 1000, 50, Capacity(16, gpus, 1, "here"))
     return engine_launch(compile_job(job), dict(MODEL), size)
+
+
+EMBEDS = {"task": "embed"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "apart"),
+    [
+        (EMBEDS, 2, "0"),
+        ({**EMBEDS, "env": {forking.CORE_APART: "1"}}, 2, "1"),
+        ({**EMBEDS, "tensor_parallel_size": 2}, 2, None),
+        ({}, 2, None),
+        ({}, 0, "0"),
+    ],
+)
+def test_an_engine_that_pools_on_one_gpu_has_its_core_in_its_actors_process(
+    engine: dict[str, Any], gpus: int, apart: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(forking.CORE_APART, raising=False)
+    sampling: dict[str, Any] = {} if "task" in engine else {"max_tokens": 8}
+    job = make_job(engine=engine, sampling=sampling, prompt={"template": "{Company}"})
+    assert launch_for(job, gpus).env.get(forking.CORE_APART) == apart
 
 
 @pytest.mark.parametrize(

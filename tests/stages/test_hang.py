@@ -254,19 +254,47 @@ IN_PROCESS = """
 """
 
 
-def test_a_process_that_holds_the_hung_core_ends_itself_and_says_where_it_hung() -> None:
+def run_in_process(code: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    found = subprocess.run(
-        [sys.executable, "-c", f"LIMIT = {LIMIT}\n{textwrap.dedent(IN_PROCESS)}"],
+    return subprocess.run(
+        [sys.executable, "-c", f"LIMIT = {LIMIT}\n{textwrap.dedent(code)}"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=100,
     )
+
+
+def test_a_process_that_holds_the_hung_core_ends_itself_and_says_where_it_hung() -> None:
+    found = run_in_process(IN_PROCESS)
     assert found.returncode == STATUS, found.stderr
     assert found.stdout.split() == ["5"]
     assert f"hung: no step returned for {LIMIT:g} s; process" in found.stderr
     assert 'fake_vllm.py", line' in found.stderr and "in compute" in found.stderr
+
+
+GPU_LOST = """
+    from helpers import fake_vllm
+    fake_vllm.install()
+    from prefect_raybatch.stages.vllm import internals
+    from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
+    for lost in (False, True):
+        engine = SteppedEngine({}, LIMIT)
+        print(len(engine.run([Request([1])] * 5)), flush=True)
+        internals.gpu_is_lost = lambda: lost
+        try:
+            engine.run([Request([fake_vllm.FAILS])])
+        except EngineDied:
+            print("died", flush=True)
+"""
+
+
+def test_a_process_whose_core_lost_its_gpu_ends_itself_and_says_why() -> None:
+    """After a kernel's error, CUDA refuses this process each further engine."""
+    found = run_in_process(GPU_LOST)
+    assert found.returncode == STATUS, found.stderr
+    assert found.stdout.split() == ["5", "died", "5"]
+    assert "the engine died: ValueError: no kernel image" in found.stderr
 
 
 # --- a run --------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from prefect_raybatch.stages.engine import EngineStage, engine_launch
 from prefect_raybatch.stages.pooling import Pooling
 from prefect_raybatch.stages.texts import prepare_of
 from prefect_raybatch.stages.vectors import vectors_of
+from prefect_raybatch.stages.vllm import internals
 from prefect_raybatch.storage import open_store
 
 pytestmark = [needs_vllm, pytest.mark.whole]
@@ -190,3 +191,13 @@ def test_a_pair_is_asked_with_its_token_types(made, monkeypatch):
 
 def _without_types(weights: Any) -> Callable[..., Any]:
     return lambda **given: weights(**{k: v for k, v in given.items() if k != "token_type_ids"})
+
+
+def test_parameters_that_are_not_copied_reach_the_engine_as_vllms_own():
+    from msgspec import msgpack
+    from vllm.pooling_params import PoolingParams
+
+    params = internals.pooling_params({"task": "embed", "dimensions": 8})
+    assert params.clone() is params
+    sent = msgpack.decode(msgpack.encode(params), type=PoolingParams)
+    assert sent == PoolingParams(task="embed", dimensions=8)

@@ -75,7 +75,7 @@ CONTRACT = {
         "PoolingRequestOutput": ["request_id", "finished", "outputs", "num_cached_tokens"],
         "PoolingOutput": ["data"],
     },
-    "pooling_params.py": {"PoolingParams": ["task", "use_activation", "extra_kwargs"]},
+    "pooling_params.py": {"PoolingParams": ["task", "use_activation", "extra_kwargs", "clone"]},
     "lora/request.py": {"LoRARequest": ["lora_name", "lora_int_id", "lora_path"]},
     "config/lora.py": {"LoRAConfig": ["max_loras", "max_cpu_loras", "max_lora_rank"]},
     # The process and its GPU.
@@ -159,6 +159,12 @@ def test_parameters_are_checked_by_the_method_that_is_replaced():
     source = folder_of("vllm") / "v1/engine/input_processor.py"
     text = source.read_text(encoding="utf-8")
     assert "params.verify(" in text, f"{VLLM}: {source} no longer calls params.verify"
+
+
+def test_parameters_of_pooling_are_copied_by_the_method_that_is_replaced():
+    source = folder_of("vllm") / "v1/engine/input_processor.py"
+    text = source.read_text(encoding="utf-8")
+    assert "pooling_params = params.clone()" in text, f"{VLLM}: {source} copies them otherwise"
 
 
 def test_no_other_file_imports_vllm_or_names_its_internals():
