@@ -308,8 +308,8 @@ class EndpointEngine:
 
         False if the server does not even list its models. Otherwise true in two cases:
         - the request has failed ROW_TRIES_ALONE times (`failures`);
-        - the first failure was over SERVER_OUTAGE seconds ago (`first_failure`, loop time), at least
-          two failures were `timeouts`, and no other request is under way.
+        - the first failure was over SERVER_OUTAGE seconds ago (`first_failure`, loop time), two or
+          more failures were `timeouts`, and no other request is under way.
         """
         import httpx
 
