@@ -485,8 +485,7 @@ def publish_run(
     and `sender` are those of `finalize_run`. `observe` is called with a text for each step.
 
     Raises `IncompleteRun` while the run is not finished, `ConfigError` for what cannot be
-    published, `PublishFailed` (worth a retry), and `QualityTooLow` if golden rows, or else the
-    judge, do not show `quality.at_least`.
+    published, `PublishFailed` (worth a retry), and `QualityTooLow` below `quality.at_least`.
     """
     from prefect_raybatch.runs.publish_run import publish_member, targets_text
 

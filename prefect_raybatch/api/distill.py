@@ -87,8 +87,7 @@ def prepare_distill(
 
     `encoder` is the model that embeds, `changes` are fields of that job as {field: value}.
     `agreement` is the share of the run's answers that a cascade with the classifier must keep. Only
-    prompt and labels are taken from the run: others may write to a run directory, so it must not
-    decide where rows are sent.
+    prompt and labels are taken from the run, so that no run directory decides where rows are sent.
 
     Raises `IncompleteRun` for an unfinished run, and `ConfigError` if there are too few rows, for
     fields that cannot be set, for a run without labels or prompt.template, and for one with several

@@ -278,12 +278,15 @@ GPU_LOST = """
     fake_vllm.install()
     from prefect_raybatch.stages.vllm import internals
     from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
+    def fail():
+        raise ValueError("no kernel image")
     for lost in (False, True):
         engine = SteppedEngine({}, LIMIT)
         print(len(engine.run([Request([1])] * 5)), flush=True)
         internals.gpu_is_lost = lambda: lost
+        engine._engine.step = fail
         try:
-            engine.run([Request([fake_vllm.FAILS])])
+            engine.run([Request([1])])
         except EngineDied:
             print("died", flush=True)
 """
