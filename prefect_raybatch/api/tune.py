@@ -63,13 +63,13 @@ def tune(
 ) -> Tuned:
     """Try engine settings on a sample of the job's rows; return the trials and the best settings.
 
-    Each trial lasts `trial_seconds` after its first shard. All together take about `minutes`,
-    counted from the moment when the first row of the first trial, of the unchanged job, is in an
-    engine. So the first start of an engine, which may compile kernels, does not count, but later
-    starts do: few settings are tried with a large model. `deadline` is the time for the whole input
-    in seconds; the result says how many replicas meet it. `observe` is called with each trial.
-    `engine` replaces the engine stage in tests. Raises `ConfigError` for a hosted model or a
-    cascade and if no trial worked, and errors of planning.
+    Each trial lasts `trial_seconds` after its first shard. All together take about `minutes` from
+    the first row in an engine. The first trial runs the unchanged job. The first start of an
+    engine, which may compile kernels, does not count, but later starts do, so a large model leaves
+    time for few settings. `deadline` is the time for the whole input in seconds; the result says
+    how many replicas meet it. `observe` is called with each trial. `engine` replaces the engine
+    stage in tests. Raises `ConfigError` for a hosted model or a cascade and if no trial worked, and
+    errors of planning.
     """
     from prefect_raybatch.cluster import connect as cluster
     from prefect_raybatch.cluster.sharing import Tenant

@@ -366,11 +366,11 @@ def actor_states(kind: str) -> dict[str, int]:
 
 
 def actor_deaths(kind: str) -> dict[str, tuple[int, str]]:
-    """Return {actor id: (number of deaths, text with process id and node)} of this driver's actors.
+    """Return {actor id: (number of deaths, text)} for this driver's actors.
 
-    Counts actors with `kind` in their name or class name. While Ray restarts a process, the text is
-    about the dead one; before the first process it is "". An actor that was ended on purpose has
-    not died.
+    Counts actors with `kind` in their name or class name. The text names process id and node; while
+    Ray restarts an actor, those of the process that died. It is "" if no process has started. An
+    actor that was ended on purpose has not died.
     """
     import ray
 

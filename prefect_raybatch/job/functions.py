@@ -26,7 +26,7 @@ UNLISTED = ("__mp_main__", "_distutils_hack", "builtins", "test")
 
 
 def check_module(module: str, field: str) -> None:
-    """Raise `ConfigError` if `module` is part of Python or not allowed by the policy.
+    """Raise `ConfigError` if `module` is in the standard library, or if the policy forbids it.
 
     `field` is the job field that names it. Imports nothing.
     """

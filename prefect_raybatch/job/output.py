@@ -270,7 +270,7 @@ def _check_column_names(output: Output) -> None:
 
 
 def _check_files(output: Output) -> None:
-    """Raise ValueError for publish targets without `compact`, because its files are published."""
+    """Raise ValueError if publish is set but compact is off: only compacted files are published."""
     if output.publish and not output.compact:
         raise ValueError("publish needs the files in data/, and compact is off; set compact: true")
 

@@ -412,7 +412,7 @@ def masked(shown: object, where: str) -> Iterator[str]:
 
 
 def _is_open(value: object) -> bool:
-    """Return whether the value cannot be a credential, whatever its name: empty, true or false."""
+    """Return whether the value is None, "" or a boolean: no credential, whatever its name."""
     return value is None or isinstance(value, bool) or value == ""
 
 

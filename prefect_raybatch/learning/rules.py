@@ -135,7 +135,7 @@ class ComingRun:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The arrangement that a run uses, and why.
+    """The arrangement that the coming run uses for all shards outside of a trial, and why.
 
     `given_up` is the arrangement that it replaces because that failed or was slower, else None.
     """
@@ -210,7 +210,13 @@ def decide(coming: ComingRun, earlier: Sequence[EarlierRun], by: str) -> Arrange
 
 
 def incumbent_of(coming: ComingRun, runs: Sequence[EarlierRun]) -> Incumbent:
-    """Return the arrangement that a run uses; `runs` did the same work before, newest first."""
+    """Choose the arrangement of the coming run outside of a trial.
+
+    `runs` are earlier runs of the same work, newest first. The choice is the winner of the last
+    run's trial, or else what the last run used. If that run failed or was slower than usual, an
+    earlier arrangement takes its place. The cost model decides if there is no earlier run, or none
+    whose arrangement fits.
+    """
     if not runs:
         return Incumbent(coming.model, "by the cost model, as no earlier run did the same work")
     last, winner = runs[0], runs[0].winner

@@ -108,18 +108,18 @@ class Gain:
 
 
 def paired_gain(trial: SteadyShards, others: SteadyShards) -> Gain:
-    """Compare each of a trial's shards with its neighbours in the input, from the other engines.
+    """Return how much faster a trial's shards were than neighbouring shards of the other engines.
 
-    Let d be the logarithm of (neighbours' seconds per token / the shard's). The gain is
-    exp(mean d) - 1, where the mean is that of the batch means. A batch is a group of compared
-    shards that ended one after the other. Single shards do not serve, because shards that follow
-    each other in an engine are not independent. There are up to 10 batches of at least two shards,
-    or 6 batches of one or two if there are fewer than 12 shards. They are of nearly equal size and
-    count equally.
+    A shard's neighbours are the others' shards at most COMPARED_SHARDS before or after it in the
+    input. Let d be the logarithm of (neighbours' seconds per token / the shard's). Successive
+    shards of an engine are not independent, so their d are averaged in batches of shards that ended
+    one after the other. n compared shards make n // 2 batches of nearly equal size, but at least 6
+    and at most 10. There is no gain below LEAST_SHARDS shards.
 
-    Let m be the mean of the batch means, s their standard deviation and b their number. The limit
-    of the gain is exp(m - t(0.95, b - 1) * s / sqrt(b)) - 1 (Schmeiser, Batch Size Effects in the
-    Analysis of Simulation Output, Operations Research 30, 1982).
+    Let m be the mean of the batch means, s their standard deviation and b their number. `gain` is
+    exp(m) - 1. `bound`, its lower 95 % confidence limit, is exp(m - t(0.95, b - 1) * s / sqrt(b)) -
+    1 (Schmeiser, Batch Size Effects in the Analysis of Simulation Output, Operations Research 30,
+    1982).
     """
     if min(len(trial.numbers), len(others.numbers)) < LEAST_SHARDS:
         return Gain(0)

@@ -80,7 +80,11 @@ class Family:
         return [*self.children(key), *firsts]
 
     def read_former(self) -> None:
-        """Read the retries of damaged runs into `former`; add problems of these to `strays`."""
+        """Read into `former` the retry runs of the damaged runs that the root run continues.
+
+        Does nothing if the root run is not a repaired run. Adds a sentence to `strays` for each of
+        these retry runs that is unreadable or has no parent in its family.
+        """
         for family in former_families(self.root, self.members[self.base].plan):
             self.strays += family.strays
             self.former |= family.members

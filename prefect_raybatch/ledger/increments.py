@@ -1,12 +1,14 @@
 """Records of runs that reuse or keep answers, and of cascades.
 
-In a cascade, a first model answers all rows and a larger model answers some of them again. The
-records are `increment` in plan.json, and the lists of the files that hold answers.
+`Increment`, the field `increment` of plan.json, says how a run reuses or keeps answers, or that it
+is a cascade. Further records list the files that hold a run's answers.
 
-A run that reuses answers has two ledgers. `_raybatch/asks/` holds its requests phase: an ordinary
-run over the distinct requests that no earlier run has answered. The run itself then looks up the
-answer of each row. Its plan contains the plan of the requests phase, so every process that begins
-the phase writes the same plan.
+A run that reuses answers has two ledgers. The one in `_raybatch/asks/` is that of its requests
+phase: an ordinary run over the distinct requests that no earlier run has answered. The run itself
+then looks up the answer of each row. In a cascade, a first model answers all rows and a larger
+model answers some of them again; the second ledger is that of the first model. The run's plan
+contains the plan of the second ledger, so every process that begins that phase writes the same
+plan.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ def split_partial(uri: str) -> tuple[str, str | None]:
 def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
     """Return the record of a partial result.
 
-    Raises `NoSuchRun` if no complete partial result has this name, and `CorruptRun` for a malformed
-    record or one of another plan.
+    Raises `NoSuchRun` if no fully written partial result has this name, and `CorruptRun` for a
+    malformed record or one of another plan.
     """
     path = partial_path(name, PARTIAL_RECORD)
     try:
@@ -170,7 +170,7 @@ def read_partial(store: Store, plan: Plan, name: str) -> PartialResult:
 
 
 def partial_names(store: Store) -> list[str]:
-    """Return the names of the complete partial results of a run."""
+    """Return the names of a run's partial results that are fully written."""
     split = (info.path.split("/") for info in store.list(PARTIAL_FOLDER))
     return [
         parts[1]

@@ -80,7 +80,7 @@ def _done(
 
 
 def _worked(started: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Convert (started, ended) to seconds of work since the first start, with pauses cut out."""
+    """Shift start and end times to seconds since the first start, with idle gaps removed."""
     order = np.argsort(started)
     reached = np.maximum.accumulate(ended[order])
     gaps = np.maximum(started[order][1:] - reached[:-1], 0.0)

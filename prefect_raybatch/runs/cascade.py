@@ -100,8 +100,8 @@ def passed_on(plan: Plan) -> frozenset[str]:
 def _agreement(first: ModelShare, larger: ModelShare) -> tuple[str, ...]:
     """Return (note,); the note says on how many checked rows both models agree.
 
-    It also says how many of these rows the larger model failed. If the larger model answered none
-    of the rows to check, it says only that. Returns () if there were no rows to check.
+    It also says how many rows sent for checking got no answer of the larger model. If none did get
+    one, it says only that. Returns () if there were no rows to check.
     """
     failed = unanswered_text(first.unanswered, "checked row", "the larger model")
     if not first.checked:

@@ -47,7 +47,7 @@ def read_starts(ledger: Ledger) -> tuple[StartTimes, ...]:
 
 
 def attempts_seconds(ledger: Ledger, plan: Plan) -> float:
-    """Return for how many seconds at least one process worked on a run or on its requests phase.
+    """Return the seconds in which one or more processes worked on a run or its requests phase.
 
     An attempt lasts from its start to its last heartbeat, including engine starts and waits.
     Attempts without a readable start or heartbeat do not count.

@@ -188,7 +188,11 @@ def status(uri: str, options: StoreOptions | None = None) -> Status:
 
 
 def _with_last_attempt(state: Status, store: Store, finished: bool) -> Status:
-    """Add to a state how the latest attempt failed and what continues the run; return it."""
+    """Return the state with the latest attempt's failure and the command that continues the run.
+
+    For a `finished` run, it says instead which step is left or under way: measuring, judging or
+    publishing.
+    """
     attempt = open_step_of(store) if finished else last_attempt_of(store)
     if attempt is None:
         return state

@@ -175,11 +175,10 @@ def altered(
 def alteration_sentences(
     trials: Sequence[Trial], options: Sequence[Changes], least: float
 ) -> list[str]:
-    """Return a sentence for each of `options`, the changes that may alter answers.
+    """Return a sentence for each tried option, and a last one for those not tried.
 
-    A sentence gives the speed-up and the share of sampled answers that stayed equal, and says
-    whether that reaches `least` (limits.min_agreement). A last one names the options that were not
-    tried.
+    `options` are the changes that may alter answers. A sentence gives the speed-up and the share of
+    sampled answers that stayed equal, and says whether that reaches `least` (limits.min_agreement).
     """
     plain = max((t.rows_per_s for t in trials if not t.may_alter), default=0.0)
     tried = [trial for trial in trials if trial.may_alter]
@@ -431,7 +430,10 @@ def _key(changes: Changes) -> str:
 
 
 def tuned_of(trials: tuple[Trial, ...], best: Trial, rows: int, deadline: float | None) -> Tuned:
-    """Return the outcome of tuning for an input of `rows` rows; `deadline` is in seconds."""
+    """Return the outcome of tuning for an input of `rows` rows.
+
+    `deadline` is the time allowed for the whole input in seconds, None for any time.
+    """
     work = rows / best.rows_per_s
     seconds = round(best.start_s + work, 1)
     if deadline is None or seconds <= deadline:

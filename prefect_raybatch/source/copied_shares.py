@@ -111,9 +111,10 @@ def read_copy_record(store: Store, key: str) -> Copied | None:
 
 
 def write_copy_record(store: Store, key: str, one: Copied) -> None:
-    """Write `one`, the outcome of copying a share, as the record `key` (from `copy_key`).
+    """Record under `key` (from `copy_key`) that a share of the input was copied, as `one` says.
 
-    Writes nothing if the outcome has no files, or an error. Raises the store's errors.
+    Writes nothing if the copy failed: `files` is None, or `unfit` or `error` is set. Raises the
+    store's errors.
     """
     if one.files is not None and one.unfit is None and one.error is None:
         put_record(store, _path(key), dump(asdict(_CopyRecord.of(one))))

@@ -406,7 +406,10 @@ def _exists(root: str, name: str, options: Mapping[str, object]) -> bool:
 def _expand(
     root: str, pattern: str | None, given: str, options: Mapping[str, object], places: Places
 ) -> Iterator[File]:
-    """Yield the files of one entry of source.uri; note tables and runs among them in `places`."""
+    """Yield the files of one entry of source.uri.
+
+    Notes in `places` each folder that its files show to be a table or a run.
+    """
     parts = pattern.split("/") if pattern else []
     folder, _, name = root.rpartition("/")
     if not parts and name and not folder.endswith(":/") and not given.endswith("/"):

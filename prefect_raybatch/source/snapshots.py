@@ -388,7 +388,7 @@ def _typing(kind: str, types: Collection[str]) -> tuple[bool, bool, frozenset[st
 
 
 def _read_as(kind: str, source: ReadSpec, types: Mapping[str, pa.DataType]) -> str:
-    """Return text that identifies how files are read and by which code, as part of a copy's key."""
+    """Return text that identifies the read settings and the code version; `copy_key` hashes it."""
     named = sorted((name, str(found)) for name, found in types.items())
     chosen = [source.uris, source.columns, source.limit, source.filter, source.served_as]
     csv = source.csv.model_dump(mode="json")

@@ -92,7 +92,7 @@ class LookUp:
     pools: bool = False
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Return the block with columns of answers, errors and times.
+        """Add each row's stored answer, or its error, and the stage's times to the block.
 
         A lost or empty block is returned unchanged. If the stored answers cannot be read, or the
         prompt function cannot be loaded, a lost block with the reason is returned. It ends the run

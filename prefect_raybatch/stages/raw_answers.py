@@ -68,9 +68,10 @@ _kept: LRUCache[tuple[str, tuple[str, ...], int], pa.Table] = LRUCache(KEPT_BYTE
 
 
 def raw_columns(table: pa.Table) -> pa.Table:
-    """Return the answer columns of an engine's block, with the names and types of a file.
+    """Return the columns of an engine's block that a file of raw answers holds.
 
-    Columns that the block lacks are null.
+    They have the names and types of that file: POOLED_COLUMNS if the block has vectors, else
+    RAW_COLUMNS. Columns that the block lacks are null.
     """
     pooled = VECTOR in table.column_names
     columns = [

@@ -279,10 +279,11 @@ def is_dead(actor: ActorHandle[object]) -> bool:
 
 
 def limit_deaths(context: DataContext, engines: int) -> None:
-    """End a pass with `EnginesDied` once `engines` engines have died for good; set in `context`.
+    """Set in `context` how many engines may die in a row before a pass fails with `EnginesDied`.
 
-    An engine counts if it died after all of its restarts. The count starts again at 0 whenever an
-    engine answers a block.
+    The pass fails at death number `engines`. An engine counts as dead once Ray no longer restarts
+    it. The count starts again whenever an engine answers a block. Engines in placement groups are
+    not counted (see `DeadEngines`).
     """
     context.set_config(DeadEngines.MOST, engines)
 

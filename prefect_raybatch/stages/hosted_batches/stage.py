@@ -39,8 +39,9 @@ SWEEP_SECONDS = 60.0  # for the removal of files at the server
 class BatchStage(EndpointStage):
     """The engine stage of a run with `engine.endpoint.batch`.
 
-    It sends the rows of a block in batches and waits for the answers. It returns a lost block if
-    the store fails, and an empty block if another driver has committed the shard meanwhile.
+    It sends a block's requests through the server's batch API and waits for the answers. It returns
+    a lost block if the store fails, and an empty block if another driver has committed the shard
+    meanwhile.
     """
 
     engine_class: ClassVar[type[EndpointEngine]] = BatchEngine
