@@ -144,7 +144,8 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
     `changes` maps dotted names of job fields to new values. For a flow run of a deployment, the
     command retries that flow run, with its original job. With `changes` or `new_run`, the command
     starts a new flow run of the deployment instead, if `FlowStart.is_repeatable`. A new flow run
-    uses the job that the deployment has when it starts.
+    uses the job that the deployment has when it starts. So one is started also for `changes` of a
+    job that is a parameter of another flow, although its run may get another key.
     """
     if words := typed_words(run_key, changes):
         return shlex.join(words)
@@ -155,7 +156,7 @@ def command(run_key: str | None, changes: Mapping[str, Any], new_run: bool) -> s
         )
     if start.deployment is None:
         return python_call(start.flow, start.parameters(run_key, changes))
-    if start.is_repeatable and (changes or new_run):
+    if (start.is_repeatable and (changes or new_run)) or (changes and "job" in start.takes):
         return _new_run(start.deployment, start.parameters(run_key, changes))
     return f"prefect flow-run retry {start.run}"
 
@@ -224,8 +225,18 @@ def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
     return shown
 
 
+# A valid job to which changes are applied if the job is not known.
+BARE_JOB: dict[str, Any] = {
+    "name": "any",
+    "source": {"uri": "in"},
+    "prompt": {"template": "{text}"},
+    "engine": {"model": "m"},
+    "output": {"uri": "out"},
+}
+
+
 def _shown_changes(job: Any, changes: object) -> Any:
-    values = job if isinstance(job, Mapping) else {}
+    values = job if isinstance(job, Mapping) else BARE_JOB
     if not isinstance(changes, Mapping):  # a parameter of a caller's own flow
         return MASK
     with suppress(RayBatchError, KeyError, TypeError):  # TypeError: not a valid job

@@ -44,6 +44,7 @@ from prefect_raybatch.flow.events import RunEvents
 from prefect_raybatch.flow.texts import STORABLE_LINES, make_storable, prefect_text
 from prefect_raybatch.harmless import code_span, fenced, markdown_text, visible
 from prefect_raybatch.job.limits import MAX_FAILED, Limits
+from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.report.report import table_lines
 
 log = logging.getLogger(__name__)
@@ -159,6 +160,8 @@ def explained(
         budget = stop() if isinstance(error, ErrorBudgetExceeded) else None
         remedy = _remedy(error, _changes(error, limits, budget))
         command = command_for(error, limits, run_key, run, budget)
+        if MASK in command:
+            remedy += f" Write your own values in place of {MASK} in the command."
         cause = Cause(task, name, run_key or name, kind, message, remedy, command, run, rows)
         _report(cause)
         setattr(error, PLAIN_MESSAGE, str(error))

@@ -159,8 +159,8 @@ class Follower:
                 record, server = self.attach()
                 self.owner.attached(record.id, record.server)
                 ended = self.follow(record, server)
-                self.owner.detached()
                 if ended is not None:
+                    self.owner.detached()
                     self._collect(record, ended)
         raise JobLost(f"{self.run.uri}: {JOBS_ENDED}")
 

@@ -27,6 +27,7 @@ from prefect_raybatch.errors import (
 )
 from prefect_raybatch.flow import continuing
 from prefect_raybatch.flow.failure import command_for, explained
+from prefect_raybatch.job.secrets import MASK
 from prefect_raybatch.runs.typed import name_typed_run, typed_command
 
 ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -172,6 +173,7 @@ BACKFILL = continuing.BACKFILL_PARAMETERS
         (BACKFILL | {"overrides"}, False),
         (frozenset({"day"}), True),
         (frozenset({"day", "overrides"}), True),
+        (frozenset({"day", "job"}), True),
     ],
 )
 def test_who_cannot_change_the_limit_by_a_command_is_told_which_field_to_change(
@@ -184,7 +186,9 @@ def test_who_cannot_change_the_limit_by_a_command_is_told_which_field_to_change(
     own = started(
         flow="f", deployment="f/prod", takes=takes, flow_parameters=dict.fromkeys(takes, 7)
     )
-    own = replace(own, flow_parameters={**own.flow_parameters, "overrides": None})
+    held = {"job": job_dict()} if "job" in takes else {}
+    given = {**own.flow_parameters, "overrides": None, **held}
+    own = replace(own, flow_parameters=given, job=held.get("job"))
     monkeypatch.setattr(continuing, "started", lambda: own)
     groups = {"limits": {"max_failed_rows": 3, "max_cost": 5}, "cluster": {"price_per_gpu_hour": 1}}
     job = rb.BatchJob.from_dict(job_dict(**groups))
@@ -203,7 +207,7 @@ def test_who_cannot_change_the_limit_by_a_command_is_told_which_field_to_change(
         command = shown_command(text)
         if not names_field:
             assert given_by(command)["overrides"] == {field: value}
-        elif takes == BACKFILL:
+        elif takes == BACKFILL or held:  # a retry keeps the job that the flow run has
             assert command.startswith("prefect deployment run f/prod ")
         else:
             assert command == f"prefect flow-run retry {own.run}"
@@ -223,6 +227,25 @@ def test_texts_that_look_like_json_and_secrets_in_fields(
     assert given_by(command)["run_key"] == "20261125"
     assert "hf_secret" not in command and "s3cret" not in command and "hf_other" not in command
     assert set(given_by(command)["overrides"]) == set(changes)
+
+
+def test_changes_without_a_job_keep_their_public_texts(
+    job: rb.BatchJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`retry_failed` takes the job from the run directory."""
+    changes = {"prompt.system": "Be brief", "engine.hf_token": "hush", "sampling.max_tokens": 9}
+    own = started(
+        flow="retry_failed",
+        deployment="retry_failed/prod",
+        flow_parameters={"run_dir": "out/k", "overrides": changes},
+        takes=continuing.RETRY_PARAMETERS | {"overrides"},
+        job=None,
+    )
+    monkeypatch.setattr(continuing, "started", lambda: own)
+    command = command_for(ErrorBudgetExceeded("x"), job.limits, "k", None)
+    shown = given_by(command)["overrides"]
+    assert shown["prompt.system"] == "Be brief" and shown["engine.hf_token"] == MASK
+    assert shown["sampling.max_tokens"] == 9
 
 
 def test_an_invalid_job_shows_no_text_that_may_be_a_secret(
