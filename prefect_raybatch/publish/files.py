@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import types as kinds
 
 from prefect_raybatch.errors import ConfigError, RayBatchError, is_transient
+from prefect_raybatch.job.publish import PublishTarget
 from prefect_raybatch.ledger.part_files import local_disk
 from prefect_raybatch.ledger.records import dump
 from prefect_raybatch.publish.base import PROPERTY, AnsweredRows, Observe, Sink
@@ -28,7 +29,9 @@ from prefect_raybatch.schemes import with_account
 from prefect_raybatch.storage import Store, Sums, is_remote, join, open_store, put_file_proved
 
 MOST_PARTITIONS = 1000  # folders of one run: each has a file open while rows are written
-MOST_NAME_BYTES = 255  # of a folder's name; non-ASCII characters have three bytes or more each
+# Bytes of a folder's name on a local disk, and of an object's whole key in a store. Non-ASCII
+# characters have three bytes or more each.
+MOST_NAME_BYTES, MOST_KEY_BYTES = 255, 1024
 SHOWN_VALUE = 40  # characters of a value that an error shows
 MARK_BYTES = 64 << 20  # largest size of the marker file, which lists all files
 FILE_BYTES = 256 << 20  # of Arrow data in one file
@@ -86,7 +89,7 @@ class FilesSink(Sink):
             named: dict[str, int] = {}
             with tempfile.TemporaryDirectory(prefix="raybatch-") as folder:
                 schema = converted_schema(rows.schema, self.target)
-                parts = _Partitions(folder, schema, self.target.partition_by, self.target.format)
+                parts = _Partitions(folder, schema, self.target)
                 for path, local in parts.files(rows, f"part-{rows.plan[:16]}"):
                     with open(local, "rb") as stream:
                         sums = Sums.of_stream(stream)
@@ -174,10 +177,11 @@ class _Partitions:
     A partition has one open file at a time; once it has FILE_BYTES, it is closed and complete.
     """
 
-    def __init__(self, folder: str, schema: pa.Schema, by: list[str], format: str) -> None:
-        self._folder, self._by, self._format = folder, by, format
+    def __init__(self, folder: str, schema: pa.Schema, target: PublishTarget) -> None:
+        self._folder, self._target = folder, target
+        self._by, self._format = target.partition_by, target.format
         self._schema = schema
-        self._inner = pa.schema([field for field in schema if field.name not in by])
+        self._inner = pa.schema([field for field in schema if field.name not in self._by])
         self._open: dict[str, _File] = {}
         self._numbers: dict[str, int] = {}
         self._made = 0
@@ -201,7 +205,7 @@ class _Partitions:
         if not self._by:
             yield "", table
             return
-        for place, values in _places(table, self._by):
+        for place, values in _places(table, self._by, self._target):
             mask = None
             for name, value in values.items():
                 column = table[name]
@@ -252,14 +256,14 @@ class _File:
                 one.close()
 
 
-def check_partitions(tables: Iterable[pa.Table], by: Sequence[str]) -> None:
+def check_partitions(tables: Iterable[pa.Table], by: Sequence[str], target: PublishTarget) -> None:
     """Raise `ConfigError` if the rows of `tables` cannot be partitioned by their columns `by`.
 
-    There may be too many partitions, or a value that is too long for a folder's name.
+    There may be too many partitions, or a value that is too long for a folder's name in `target`.
     """
     places = set[str]()
     for table in tables:
-        places.update(place for place, _ in _places(table, by))
+        places.update(place for place, _ in _places(table, by, target))
         _check_number(len(places), by)
 
 
@@ -271,21 +275,24 @@ def _check_number(partitions: int, by: Sequence[str]) -> None:
         )
 
 
-def _places(table: pa.Table, by: Sequence[str]) -> Iterator[tuple[str, dict[str, object]]]:
+def _places(
+    table: pa.Table, by: Sequence[str], target: PublishTarget
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield (folder in the target, values by column) of each partition of the table's rows."""
+    most = MOST_KEY_BYTES if is_remote(target.uri or "") else MOST_NAME_BYTES
     found = table.select(by).group_by(list(by), use_threads=False).aggregate([])
     for values in found.to_pylist():
-        yield "/".join(_folder(name, value) for name, value in values.items()), values
+        yield "/".join(_folder(name, value, most) for name, value in values.items()), values
 
 
-def _folder(column: str, value: object) -> str:
-    """Return a partition's folder name; raise `ConfigError` if file systems would not take it."""
+def _folder(column: str, value: object, most: int) -> str:
+    """Return a partition's folder name; raise `ConfigError` if it has over `most` bytes."""
     name = f"{_quoted(column)}={_quoted(value)}"
-    if len(name) > MOST_NAME_BYTES:
+    if len(name) > most:
         raise ConfigError(
             f"output.publish: partition_by {column}: the folder of the value "
-            f"{str(value)[:SHOWN_VALUE]!r}... would have a name of {len(name)} bytes, and file "
-            f"systems take at most {MOST_NAME_BYTES}. Partition by a column of shorter values"
+            f"{str(value)[:SHOWN_VALUE]!r}... would have a name of {len(name)} bytes, and at most "
+            f"{most} are possible there. Partition by a column of shorter values"
         )
     return name
 

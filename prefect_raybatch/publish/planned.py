@@ -116,7 +116,7 @@ class _InputColumns:
             schema = converted_schema(fields, target, whole=False)
             batches = (one for table in self._read(inventory, by) for one in table.to_batches())
             converted = to_schema(batches, schema)
-            check_partitions((pa.Table.from_batches([one]) for one in converted), by)
+            check_partitions((pa.Table.from_batches([one]) for one in converted), by, target)
 
     def _check_answers(self, target: PublishTarget, never_null: Sequence[str]) -> None:
         form = None if self._several else self._finish.schema  # else one list column

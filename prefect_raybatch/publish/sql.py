@@ -50,7 +50,7 @@ NUMERIC_KINDS = (kinds.is_integer, kinds.is_floating, kinds.is_decimal, kinds.is
 # checked.
 FITTING_KINDS: dict[pa.DataType, tuple[Callable[[pa.DataType], bool], ...]] = {
     **dict.fromkeys([pa.float64(), pa.decimal128(38, 9)], NUMERIC_KINDS),
-    **{pa.int64(): (kinds.is_integer, kinds.is_boolean), pa.bool_(): (kinds.is_boolean,)},
+    **dict.fromkeys([pa.bool_(), pa.int64()], (kinds.is_integer, kinds.is_boolean)),
     **{pa.date32(): (kinds.is_date,), pa.time64("us"): (kinds.is_time,)},
     **{pa.timestamp("us"): (kinds.is_timestamp, kinds.is_date), pa.binary(): (kinds.is_binary,)},
     **{pa.timestamp("us", "UTC"): (lambda kind: kinds.is_timestamp(kind) and kind.tz is not None,)},
@@ -98,7 +98,7 @@ class SqlSink(Sink):
         table = self._table if self.planned else None
         checks = {} if table is None else self._number_checks(table, schema)
         named = ", ".join(f"{name} ({kind})" for name, (_, kind) in checks.items())
-        return f"{text}; numbers that would be rounded are refused in {named}" if named else text
+        return f"{text}; numbers that would change are refused in {named}" if named else text
 
     def place(self) -> tuple[str, ...]:
         url, (schema, name) = self._url(), self._names
@@ -264,7 +264,7 @@ class SqlSink(Sink):
     def _number_checks(self, table: Table, schema: pa.Schema) -> dict[str, tuple[Holds, str]]:
         """Return {column: (test of whether it holds a number, its type in SQL)}.
 
-        It has only the columns that would round numbers of their types in `schema`.
+        It has only the columns that would change numbers of their types in `schema`.
         """
         dialect = self._engine().dialect
         return {
@@ -275,7 +275,7 @@ class SqlSink(Sink):
         }
 
     def _check_numbers(self, table: Table, rows: AnsweredRows) -> None:
-        """Raise `ConfigError` for the first number that its column of the table would round."""
+        """Raise `ConfigError` for the first number that its column of the table would change."""
         checks = self._number_checks(table, rows.schema)
         number = 0
         for batch in rows.read() if checks else ():
@@ -285,7 +285,7 @@ class SqlSink(Sink):
                         raise ConfigError(
                             f"{self.what}: row {at:,} of the result (counted from 0), column "
                             f"{name!r}, is {value}, which the existing table's type {kind} would "
-                            "round. The result in data/ is complete. Change the column's type and "
+                            "change. The result in data/ is complete. Change the column's type and "
                             "publish again; or round the value in output.postprocess and run the "
                             "job under another run key, where reuse keeps the answers"
                         )

@@ -1,4 +1,4 @@
-"""Tells which numbers a database column would round, so that none is rounded silently."""
+"""Tells which numbers a database column would change, so that none is changed silently."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _EXACT = Context(prec=76)  # digits: more than an Arrow decimal has
 
 
 def number_check(kind: pa.DataType, column: TypeEngine[Any], dialect: str) -> Holds | None:
-    """Return a test of whether a column holds a value of Arrow type `kind` without rounding it.
+    """Return a test of whether a column holds a value of Arrow type `kind` without changing it.
 
-    A float passes if it approximates a decimal number that the column holds, as 0.1 does. Returns
-    None if the column holds all values of the type.
+    A float passes if it approximates a decimal number that the column holds, as 0.1 does. An
+    integer passes in a column of booleans if it is 0 or 1. Returns None if the column holds all
+    values of the type.
     """
     import sqlalchemy as sql
 
@@ -39,6 +40,8 @@ def number_check(kind: pa.DataType, column: TypeEngine[Any], dialect: str) -> Ho
         if holds is None:
             return None
         return lambda values: all(value is None or holds(value) for value in values)
+    if isinstance(column, sql.Boolean) and kinds.is_integer(kind):
+        return lambda value: value in (0, 1)
     if not isinstance(column, sql.Numeric):
         return None
     is_sqlite = dialect == "sqlite"  # it keeps decimals as floats, whatever their scale

@@ -142,7 +142,7 @@ KINDS = {
 }
 FITTING = {
     "id": {"bool", "int"},
-    "flag": {"bool"},
+    "flag": {"bool", "int"},
     "score": {"bool", "int", "float", "decimal"},
     "price": {"bool", "int", "float", "decimal"},
     "day": {"date"},

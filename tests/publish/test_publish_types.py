@@ -210,12 +210,18 @@ def test_columns_that_a_table_has_more_are_null_where_a_merge_replaces_a_row(for
     assert rows == [(1, "x", "m1"), (2, "Y", kept), (3, "Z", None)]
 
 
-def test_a_plan_refuses_integers_for_a_column_of_booleans(tmp_path):
+def test_a_column_of_booleans_takes_the_integers_0_and_1_alone(tmp_path):
     with sqlite3.connect(tmp_path / "rows.db") as base:
         base.execute("CREATE TABLE answers (flag boolean)")
-    said = "column 'flag' is bool in the existing table, but int64 in the result. Cast one of them"
-    with pytest.raises(ConfigError, match=said):
-        quiet(pa.schema([("flag", pa.int64())]), TARGETS["sql"][0](tmp_path))
+    sink = open_sink(PublishTarget.model_validate(TARGETS["sql"][0](tmp_path)), "key", {})
+    fits = pa.table({"flag": pa.array([0, 1, None], pa.int64())})
+    sink.check(fits.schema)
+    sink.publish(published_rows(fits, "k" * 64), lambda step: None)
+    other = published_rows(pa.table({"flag": pa.array([1, 2])}), "l" * 64)
+    with pytest.raises(ConfigError, match=r"row 1 .*'flag', is 2, .* type BOOLEAN would change"):
+        sink.publish(other, lambda step: None)
+    with sqlite3.connect(tmp_path / "rows.db") as base:
+        assert base.execute("SELECT flag FROM answers").fetchall() == [(0,), (1,), (None,)]
 
 
 ROUNDED = [
@@ -237,7 +243,7 @@ def test_a_number_that_a_column_would_round_is_refused_by_row_and_column(
 
     with sqlite3.connect(tmp_path / "rows.db") as base:
         base.execute(f"CREATE TABLE answers (_row integer, n {column})")
-    said = rf"row 2 of the result .*column 'n', is {rounded}.*{column[:6].upper()}.* would round"
+    said = rf"row 2 of the result .*column 'n', is {rounded}.*{column[:6].upper()}.* would change"
     with pytest.raises(ConfigError, match=said):
         put("sql", tmp_path, rows(rounded))
     assert TARGETS["sql"][1](tmp_path) == []

@@ -218,6 +218,6 @@ def _key(run: str, shard: int, position: int, body: dict[str, Any]) -> str:
 
     Raises ValueError if the body cannot be sent as JSON in UTF-8, such as NaN or a lone surrogate.
     """
+    json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # as it is sent
     parts: Sequence[object] = (run, shard, position, body)
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
