@@ -137,7 +137,7 @@ def engines_imported(cluster: ClusterSpec) -> Iterator[None]:
     threads = {"OMP_NUM_THREADS": str(max(1, int(cluster.engine_cpus)))}
     defaults = CPU_ENV
     if have.gpus:
-        defaults = threads | POOLING_ENV if cluster.pools else threads
+        defaults = threads | POOLING_ENV if cluster.core_in_actor else threads
     with import_process(os.environ.get(WORKER_PYTHON), cluster.engine_env, defaults):
         yield
 

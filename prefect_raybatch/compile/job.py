@@ -40,7 +40,7 @@ from prefect_raybatch.policy.in_force import policy_in_force
 from prefect_raybatch.spec.cascade import CascadeSpec
 from prefect_raybatch.spec.cluster import ClusterSpec, Prices
 from prefect_raybatch.spec.endpoint import EndpointPath, EndpointSpec
-from prefect_raybatch.spec.engine import EngineSpec, ModelRequest
+from prefect_raybatch.spec.engine import EngineSpec, ModelRequest, core_in_actor
 from prefect_raybatch.spec.options import HiddenOptions
 from prefect_raybatch.spec.read import ReadSpec
 from prefect_raybatch.spec.request import ImageSpec, PromptSpec, SamplingSpec
@@ -467,7 +467,7 @@ def cluster_spec(job: BatchJob) -> ClusterSpec:
         accelerator=job.engine.accelerator_type,
         prices=prices_of(cluster),
         engine_env=None if job.engine.endpoint.asked else job.engine.env,
-        pools=pools(job.engine.task),
+        core_in_actor=core_in_actor(model_request(job.engine), job.engine.gpus_per_replica),
     )
 
 

@@ -301,6 +301,7 @@ class SampleBench:
         from prefect_raybatch.stages.engine import EngineStage
         from prefect_raybatch.stages.read import ShardReader
         from prefect_raybatch.stages.trial import TrialStages
+        from prefect_raybatch.stages.vllm.forking import CORE_APART
 
         store, options = self.ledger.store, dict(spec.read.options)
         engine = self.engine or EngineStage
@@ -324,10 +325,14 @@ class SampleBench:
         )
         finish = replace(finish, spec=answer, sampling=replace(finish.sampling, logprobs=None))
         model, parsing = spec.engine.model, answer.parsing
+        env = launch.env
+        if model.pools and size.pool.device == "gpu":
+            # The trial's actor is not restarted, so it must outlive a row that ends the engine.
+            env = {**env, CORE_APART: "1", **model.env}
         stages = TrialStages(
             read=read,
             prepare=prepare,
-            launch=replace(launch, done=None),
+            launch=replace(launch, done=None, env=env),
             finish=finish,
             # Different reasoning may lead to the same answer.
             ignored=() if parsing is None else (parsing.reasoning_column,),

@@ -35,7 +35,7 @@ class ClusterSpec:
     Prefect block, named `block`, is not loaded. `engine_cpus` are the logical CPUs of one engine,
     `accelerator` is Ray's name of the GPU model that the job asks for. `engine_env` are the
     environment variables of engines; None if the model is hosted, because there are no engines.
-    `pools`: the model pools instead of generating tokens.
+    `core_in_actor`: on a GPU, vLLM's core runs in the process of an engine's actor.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ClusterSpec:
     accelerator: str | None
     prices: Prices
     engine_env: Mapping[str, str] | None = field(repr=False)
-    pools: bool
+    core_in_actor: bool
 
     @property
     def access(self) -> ClusterAccess:

@@ -44,6 +44,15 @@ class ModelRequest:
         return pools(self.task)
 
 
+def core_in_actor(model: ModelRequest, gpus: int) -> bool:
+    """Return whether vLLM's core runs in the process of an engine's actor, on GPUs.
+
+    It does for a pooling task on one GPU. The core of several GPUs has further processes, and vLLM
+    binds only separate processes to NUMA nodes. `gpus` is the number of GPUs of one engine.
+    """
+    return model.pools and gpus == 1 and not model.vllm_arguments.get("numa_bind")
+
+
 EarlyStop = Literal["decided", "first_token", "off"]
 
 

@@ -31,7 +31,7 @@ from prefect_raybatch.model.arguments import EngineArguments
 from prefect_raybatch.model.memory import KV_CACHE_BYTES, describe, packed
 from prefect_raybatch.sizing.roofline import Work
 from prefect_raybatch.sizing.sizes import Sizing
-from prefect_raybatch.spec.engine import EarlyStop, EngineFields
+from prefect_raybatch.spec.engine import EarlyStop, EngineFields, core_in_actor
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.spec.run import RunSpec
 from prefect_raybatch.stages import pooling
@@ -234,7 +234,7 @@ def _environment(spec: RunSpec, size: Sizing) -> dict[str, str]:
         ours = CPU_ENV
     else:
         ours = dict(memory_settings(request, gpus, spec.prompt.images is not None))
-        if request.pools and gpus == 1:  # the core of several GPUs has further processes
+        if core_in_actor(request, gpus):
             ours |= POOLING_ENV
     return {**{name: os.environ.get(name, value) for name, value in ours.items()}, **request.env}
 

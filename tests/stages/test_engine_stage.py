@@ -609,6 +609,7 @@ EMBEDS = {"task": "embed"}
         (EMBEDS, 2, "0"),
         ({**EMBEDS, "env": {forking.CORE_APART: "1"}}, 2, "1"),
         ({**EMBEDS, "tensor_parallel_size": 2}, 2, None),
+        ({**EMBEDS, "numa_bind": True}, 2, None),
         ({}, 2, None),
         ({}, 0, "0"),
     ],

@@ -34,6 +34,7 @@ from prefect_raybatch.stages.block import is_passthrough
 from prefect_raybatch.stages.engine import EngineStage, engine_launch
 from prefect_raybatch.stages.vllm import engine_errors
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, STATUS, HangWatch
+from prefect_raybatch.stages.vllm.process_note import START, ProcessNote
 from prefect_raybatch.stages.vllm.stepper import EngineDied, Request, SteppedEngine
 from prefect_raybatch.storage import open_store
 
@@ -298,6 +299,33 @@ def test_a_process_whose_core_lost_its_gpu_ends_itself_and_says_why() -> None:
     assert found.returncode == STATUS, found.stderr
     assert found.stdout.split() == ["5", "died", "5"]
     assert "the engine died: ValueError: no kernel image" in found.stderr
+
+
+START_HANGS = """
+    import os, threading
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ENGINE_READY_TIMEOUT_S": "0.1"}
+    from helpers import fake_vllm
+    fake_vllm.install()
+    from prefect_raybatch.stages.vllm import internals
+    from prefect_raybatch.stages.vllm.process_note import START, ProcessNote
+    from prefect_raybatch.stages.vllm.stepper import SteppedEngine
+    internals.start = lambda arguments: threading.Event().wait()
+    ProcessNote(os.environ["ATTEMPT"]).write(START)
+    SteppedEngine({}, LIMIT)
+"""
+
+
+def test_a_start_that_hangs_in_this_process_ends_it_and_its_successor_knows_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("ATTEMPT", "a")
+    found = run_in_process(START_HANGS)
+    assert found.returncode == STATUS, found.stderr
+    left = ProcessNote("a").read_predecessor()
+    assert left is not None and left.doing == START
+    assert left.cause == "the engine's start hung: it was not over after 0.1 s"
 
 
 # --- a run --------------------------------------------------------------------------------------

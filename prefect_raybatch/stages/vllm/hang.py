@@ -13,6 +13,8 @@ import os
 import sys
 from typing import NoReturn
 
+from prefect_raybatch.stages.vllm.process_note import add_cause
+
 log = logging.getLogger(__name__)
 
 HANG_LOOK = 1.0  # seconds between checks
@@ -50,13 +52,14 @@ class HangWatch:
 
 
 def end_process(cause: str) -> NoReturn:
-    """Log `cause`, dump all thread stacks, and end this process.
+    """Log `cause`, add it to this process's note, dump all thread stacks, and end this process.
 
     The whole process ends because a hung thread cannot be ended alone. Callers that wait for the
     engine are not told before. If they were, they might send further requests, and these would be
     blamed for the death of the process.
     """
     log.critical("%s; process %d ends itself and is restarted", cause, os.getpid())
+    add_cause(cause)
     with contextlib.suppress(Exception):  # even if stderr is closed, the process must end
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
     os._exit(STATUS)

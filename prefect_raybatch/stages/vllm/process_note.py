@@ -41,6 +41,8 @@ FAULTS = {  # faulthandler's names
     "Floating point exception": signal.SIGFPE,
     "Aborted": signal.SIGABRT,
 }
+ENDED_ITSELF = "Ended: "  # begins the line of a process that ended itself
+ENDED_ITSELF_LINE = re.compile(rf"^{ENDED_ITSELF}(.+)$", re.MULTILINE)
 FATAL_LINE = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 
 
@@ -119,6 +121,8 @@ class ProcessNote:
             # it again would leave Ray's in place, and these do not write to this file.
             faulthandler.disable()
             faulthandler.enable(self.file, all_threads=False)
+            global _live
+            _live = self
 
     def remove_note(self) -> None:
         """Remove this process's note, if any, because the work that it describes is over."""
@@ -133,7 +137,21 @@ class ProcessNote:
             file.close()
 
 
+_live: ProcessNote | None = None  # the note that this process has
+
+
+def add_cause(cause: str) -> None:
+    """Add to this process's note, if it has one, why the process is about to end itself."""
+    file = _live.file if _live is not None else None
+    with contextlib.suppress(Exception):  # whatever happens, the process must end
+        if file is not None:
+            file.write(f"{ENDED_ITSELF}{' '.join(cause.split())}\n")
+            file.flush()
+
+
 def _cause(words: str) -> str:
+    if told := ENDED_ITSELF_LINE.search(words):
+        return told[1]
     found = FATAL_LINE.search(words)
     if found is None:
         return SILENT

@@ -27,6 +27,7 @@ from prefect_raybatch.spec.engine import EngineFields
 from prefect_raybatch.spec.request import SamplingFields
 from prefect_raybatch.stages.vllm import internals, multimodal
 from prefect_raybatch.stages.vllm.engine_errors import EngineErrors, with_signal
+from prefect_raybatch.stages.vllm.forking import core_apart
 from prefect_raybatch.stages.vllm.hang import HANG_LOOK, HangWatch, end_process
 from prefect_raybatch.stages.vllm.internals import LLMEngine, Params, RequestOutput, SchedulerStats
 from prefect_raybatch.stages.vllm.plugin import allow, register
@@ -54,6 +55,8 @@ vLLM keeps the images of a request until the request is answered.
 
 PARAMS_KEPT = 1024
 """Most vLLM parameter objects that an engine caches; the least recently used is dropped first."""
+
+START_LIMIT = "VLLM_ENGINE_READY_TIMEOUT_S"  # vLLM's variable; its default is 600
 
 START_LOCK = threading.Lock()  # an engine's processes are the children that a start adds
 
@@ -196,7 +199,9 @@ class SteppedEngine:
             target=self._main, args=(engine_kwargs,), name="SteppedEngine", daemon=True
         )
         self._thread.start()
-        self._started.wait()
+        limit = _start_limit()
+        if not self._started.wait(limit):
+            end_process(f"the engine's start hung: it was not over after {limit:g} s")
         if self._start_error is not None:
             self._thread.join()
             raise self._start_error
@@ -337,6 +342,8 @@ class SteppedEngine:
         try:
             self._start(engine_kwargs)
         except BaseException as error:  # handed to the constructor, which raises it
+            if internals.gpu_is_lost():  # another try in this process would fail, too
+                end_process(f"the engine did not start: {_describe(error)}")
             self._start_error = self._explained(error)
             self._fail(f"the engine did not start: {self._start_error}")
             self._shutdown()
@@ -641,6 +648,14 @@ class SteppedEngine:
             self._cleaned = True
             engine = None  # this reference would keep its memory
             internals.free_process()
+
+
+def _start_limit() -> float | None:
+    """Return the time limit of a start in seconds; None where vLLM itself sets it.
+
+    vLLM limits the start of a core in another process. In this process, we set the same limit.
+    """
+    return None if core_apart() else float(os.environ.get(START_LIMIT) or 600)
 
 
 def _given_up(params: Params, reason: str) -> str:
