@@ -187,35 +187,28 @@ def _messages(value: object, what: str) -> Messages:
             raise TypeError(
                 f"prompt.function returned a message with content of type {kind}; return text"
             )
-    return [{**copied(m), "content": _content(m["content"])} for m in value]
-
-
-def _content(value: str | list[object]) -> object:
-    """Return a message's content; if all parts are plain text, joined by newlines, as in vLLM."""
-    if isinstance(value, str):
-        return value
-    texts = []
-    for part in value:
-        text = part
-        if isinstance(part, dict) and part.keys() <= {"type", "text"}:
-            text = part.get("text") if part.get("type", "text") == "text" else None
-        if not isinstance(text, str):
-            return copied(value)
-        texts.append(text)
-    return "\n".join(texts)
+    return [copied(m) for m in value]
 
 
 def plain_prompt(messages: Messages) -> str:
     """Return the texts of all messages as one prompt, for a model or an API without a chat.
 
-    Raises ValueError if a message has other content.
+    Text parts of a message are joined by newlines, as in vLLM. Raises ValueError if a message has
+    other parts.
     """
-    texts = [message["content"] for message in messages]
+    return "\n\n".join(_plain_text(message["content"]) for message in messages)
+
+
+def _plain_text(content: object) -> str:
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        for part in (content if isinstance(content, list) else [content])
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(
             "a message has content parts that are not text, which only a chat takes. Return text"
         )
-    return "\n\n".join(texts)
+    return "\n".join(map(str, texts))
 
 
 def _kind(value: object) -> str:

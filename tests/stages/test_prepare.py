@@ -399,6 +399,18 @@ def test_without_a_chat_template_parts_that_are_not_text_fail_their_row(monkeypa
     failed(other, "ValueError", "parts that are not text")
 
 
+def test_a_chat_template_gets_parts_as_a_function_returns_them(monkeypatch):
+    """Some templates read only the text in parts, as those of SmolVLM and LLaVA do."""
+    looping = Touchy("", "")
+    parts = "{% for p in m['content'] %}<{{ p['text'] }}>{% endfor %}"
+    template = f"{{% for m in messages %}}{parts}{{% endfor %}}"
+    monkeypatch.setattr(looping.real, "chat_template", template)
+    monkeypatch.setattr(stage, "load_tokenizer", lambda *_: looping)
+    content = '[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]'
+    (row,) = run({"function": "helpers.functions:as_parts"}, {"Parts": [content]})
+    assert text(row) == "<a><b>"
+
+
 def test_without_a_chat_template_the_texts_are_joined(monkeypatch):
     plain = Touchy("", "")
     plain.chat_template = None
