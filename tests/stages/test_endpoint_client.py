@@ -198,6 +198,31 @@ def test_a_row_that_always_fails_while_others_are_answered_ends(
     assert server.bodies.count(LONG) == client.ROW_TRIES
 
 
+def test_the_last_row_that_fails_ends_alone_if_others_were_answered_between_its_failures(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the run is answered, so the server is silent but for this row."""
+    monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)
+    monkeypatch.setattr(limiter, "SLOWER", 1.0)  # or a second request would wait for the first
+    tries: list[int] = []
+
+    def fault(number: int, body: dict[str, Any]) -> Any:
+        if body == LONG:
+            tries.append(number)
+            if len(tries) == 2:
+                engines[0].ask([request(SHORT)])
+            if len(tries) == client.ROW_TRIES:
+                monkeypatch.setattr(client, "SERVER_OUTAGE", 0.0)
+            return failing(504, "gateway timeout")
+
+    server.fault = fault
+    with engine_for(server.url) as engine:
+        engines = [engine]
+        (long,) = engine.ask([request(LONG)])
+    assert long.error is not None and long.error[0] == "ServerError"
+    assert len(tries) == client.ROW_TRIES
+
+
 @pytest.mark.parametrize("value", ["s3cr3t\n", " s3cr3t "])
 def test_space_around_a_key_is_not_sent(
     value: str, server: OpenAIServer, monkeypatch: pytest.MonkeyPatch

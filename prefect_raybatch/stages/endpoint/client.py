@@ -283,7 +283,7 @@ class EndpointEngine:
             failures += 1
             blamed += self._answered_at > last_failure  # others were answered meanwhile
             last_failure = self._loop.time()
-            if blamed >= ROW_TRIES or await self._is_of_row(failures, first_failure, timeouts):
+            if await self._is_of_row(failures, blamed, first_failure, timeouts):
                 return row_error("ServerError", f"{problem} ({failures} tries). Retry the row")
             self._check_outage(problem, first_failure)
             await asyncio.sleep(backoff(failures))
@@ -303,19 +303,28 @@ class EndpointEngine:
         except TimeoutError:
             raise TimeoutError(f"no whole answer within {self.spec.timeout:g} s") from None
 
-    async def _is_of_row(self, failures: int, first_failure: float, timeouts: int) -> bool:
-        """Return whether a request fails because of its row, though no others are answered.
+    async def _is_of_row(
+        self, failures: int, blamed: int, first_failure: float, timeouts: int
+    ) -> bool:
+        """Return whether a request fails because of its row.
 
-        False if the server does not even list its models. Otherwise true in two cases:
-        - the request has failed ROW_TRIES_ALONE times (`failures`);
+        True if ROW_TRIES of its `failures` came after answers to others (`blamed`). Otherwise the
+        server must at least list its models. Then true in three cases:
+        - the request has failed ROW_TRIES_ALONE times;
+        - it has failed ROW_TRIES times, others were answered between two of its failures, and none
+          for SERVER_OUTAGE seconds since;
         - the first failure was over SERVER_OUTAGE seconds ago (`first_failure`, loop time), two or
           more failures were `timeouts`, and no other request is under way.
         """
         import httpx
 
+        if blamed >= ROW_TRIES:
+            return True
         is_alone = self._counts["waiting"] == 1
         is_long = is_alone and timeouts > 1 and self._loop.time() - first_failure > SERVER_OUTAGE
-        if failures < ROW_TRIES_ALONE and not is_long:
+        is_last = blamed > 1 and failures >= ROW_TRIES
+        is_last = is_last and self._silence(first_failure) > SERVER_OUTAGE
+        if failures < ROW_TRIES_ALONE and not is_long and not is_last:
             return False
         try:
             return (await self._list_models()).is_success
@@ -400,12 +409,16 @@ class EndpointEngine:
         self._answered_at = self._loop.time()
         return said, False
 
+    def _silence(self, since: float) -> float:
+        """Return the seconds since the last answer, or since `since` (loop time) if later."""
+        return self._loop.time() - max(self._answered_at, since)
+
     def _check_outage(self, problem: str, since: float = 0.0) -> None:
         """Raise `EndpointUnavailable` after `SERVER_OUTAGE` seconds without an answer.
 
         The seconds count from the last answer, or from `since` (loop time) if that is later.
         """
-        silent = self._loop.time() - max(self._answered_at, since)
+        silent = self._silence(since)
         if silent > SERVER_OUTAGE:
             raise EndpointUnavailable(
                 f"engine.endpoint: {self.spec.shown_url} has answered nothing for "
