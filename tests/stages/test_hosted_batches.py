@@ -28,6 +28,7 @@ from prefect_raybatch.stages.hosted_batches.shard import (
     CREATIONS,
     LIST_LOOK_EVERY,
     LIST_LOOKS,
+    REFUSED_TRIES,
     ROUNDS,
     ShardBatches,
     ShardCommitted,
@@ -512,6 +513,16 @@ def test_a_file_that_fails_for_bad_lines_is_no_try_of_its_other_rows():
         assert error is not None and error[0] == "RequestRefused" and "it is bad" in error[1]
     check_answers(answers)
     assert len(world.service.batches) == len(bad) + 1
+
+
+def test_a_server_that_names_one_bad_line_each_time_gets_few_files():
+    world = World(BatchService(fate=lambda number: "invalid"))
+    bad = [request_of(f"a bad row {number}") for number in range(REFUSED_TRIES + 20)]
+    answers = shard_of(world).answer(bad)
+    kinds = Counter(answer.error[0] for answer in answers.values() if answer.error)
+    batches = REFUSED_TRIES + ROUNDS
+    assert len(world.service.batches) == batches
+    assert kinds == {"RequestRefused": batches, "NoAnswer": len(bad) - batches}
 
 
 def test_a_used_up_quota_ends_the_run_and_keeps_what_was_answered():

@@ -52,6 +52,7 @@ LIST_LOOKS, LIST_LOOK_EVERY = 12, 5.0
 CREATIONS = 3  # tries to create a batch without a usable answer after which the attempt ends
 # Number of tries, first and longest pause (seconds) while the server's queue is full.
 FULL_TRIES, FULL_PAUSE, MOST_FULL_PAUSE = 100, 60.0, 900.0
+REFUSED_TRIES = 10  # files refused for bad lines, after which a refusal is a try of all its rows
 
 
 class ShardCommitted(Exception):
@@ -79,6 +80,7 @@ class ShardBatches:
         self._slots: list[Slot] = []
         self._done: Counter[int] = Counter()  # by slot
         self._full = 0  # consecutive times that the server's queue was full
+        self._refused_files = 0  # for bad lines
 
     def answer(self, requests: Iterable[HostedRequest]) -> dict[str, HostedAnswer]:
         """Send the requests in batches, wait for them, and return {request key: answer}.
@@ -314,7 +316,8 @@ class ShardBatches:
         """Add a batch's own errors to `answers`; return whether the server tried its requests.
 
         False if the server refuses the account, if its queue was full, or if it refuses the file
-        for bad lines. A full queue after FULL_TRIES consecutive full queues counts as a try.
+        for bad lines. A full queue after FULL_TRIES consecutive full queues counts as a try, as
+        does a refused file after REFUSED_TRIES refused files of the shard.
         """
         counts, has_bad_lines = True, False
         for code, message, line in batch.errors:
@@ -333,7 +336,10 @@ class ShardBatches:
                 answers.passing[slot.keys[0]] = message
         if counts:
             self._full = 0
-        return counts and not (has_bad_lines and batch.status == "failed")
+        if has_bad_lines and batch.status == "failed":
+            self._refused_files += 1
+            counts = counts and self._refused_files > REFUSED_TRIES
+        return counts
 
     def _end(self, slot: Slot, outcome: BatchOutcome, files: Sequence[str]) -> None:
         """Record a slot's outcome, add its tokens to the run's usage, and delete `files` remotely.
