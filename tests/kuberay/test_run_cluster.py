@@ -549,9 +549,12 @@ def test_a_block_says_the_same_as_a_job() -> None:
     with pytest.raises(ValueError, match="remove one"):
         RayCluster(kubernetes=fields, job_server="http://h:8265")
     here = make_job(cluster={"address": "auto", "on_crash": "stop"})
-    made = block.apply(here).cluster
+    with pytest.raises(ConfigError, match="save it first"):  # its token cannot stand in a job
+        block.apply(here)
+    job = RayCluster(kubernetes=fields).apply(here)
+    made = job.cluster
     assert (made.kubernetes, made.address, made.on_crash) == (asked(), None, "stop")
-    assert RayCluster().apply(block.apply(here)).cluster.access.kubernetes is None
+    assert RayCluster().apply(job).cluster.access.kubernetes is None
 
 
 def test_reconcile_says_what_it_does_not_know() -> None:
