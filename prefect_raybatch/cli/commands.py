@@ -621,7 +621,7 @@ def doctor(
     if set_ and not place:
         raise ConfigError("--set changes a field of a job. Name the job: raybatch doctor job.yaml")
     if place and (is_remote(place) or Path(place).is_dir()):
-        fields = {**checks.ANY_JOB, "output": {"uri": place}}
+        fields = {**checks.DOCTOR_JOB, "output": {"uri": place}}
         only = job_of_fields(fields, field_changes(set_), place)
         found = checks.examine(checks.CheckContext(only, with_keys), checks.STORE_CHECKS)
     else:

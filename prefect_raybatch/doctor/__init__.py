@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 
-from prefect_raybatch.doctor.check_result import ANY_JOB, CheckContext, CheckResult, failed
+from prefect_raybatch.doctor.check_result import DOCTOR_JOB, CheckContext, CheckResult, failed
 from prefect_raybatch.doctor.machine import (
     check_bytecode,
     check_caches,
@@ -42,7 +42,7 @@ from prefect_raybatch.doctor.services import (
 from prefect_raybatch.doctor.stores import check_output, check_store
 from prefect_raybatch.errors import RayBatchError
 
-__all__ = ["ANY_JOB", "CHECKS", "STORE_CHECKS", "CheckContext", "CheckResult", "examine"]
+__all__ = ["CHECKS", "DOCTOR_JOB", "STORE_CHECKS", "CheckContext", "CheckResult", "examine"]
 
 BLOCKS = "blocks"
 Check = Callable[[CheckContext], Iterable[CheckResult]]

@@ -10,14 +10,10 @@ from typing import Literal
 from prefect_raybatch.compile.job import cluster_spec
 from prefect_raybatch.errors import RayBatchError
 from prefect_raybatch.job.batch_job import BatchJob
+from prefect_raybatch.job.edits import ANY_JOB
 from prefect_raybatch.spec.cluster import ClusterSpec
 
-ANY_JOB = {
-    "name": "doctor",
-    "source": {"uri": "-"},
-    "prompt": {"template": "-"},
-    "output": {"uri": "-"},
-}
+DOCTOR_JOB = {**ANY_JOB, "name": "doctor"}
 Mark = Literal["pass", "warn", "fail"]
 
 
@@ -85,4 +81,4 @@ class CheckContext:
 
     def cluster(self) -> ClusterSpec:
         """Return the job's cluster; without a job, the default cluster of runs."""
-        return cluster_spec(self.keyed() or BatchJob.from_dict(ANY_JOB))
+        return cluster_spec(self.keyed() or BatchJob.from_dict(DOCTOR_JOB))

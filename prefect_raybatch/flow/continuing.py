@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
 
 from prefect_raybatch.errors import RayBatchError
-from prefect_raybatch.job.edits import is_same_job, shown_job
+from prefect_raybatch.job.edits import ANY_JOB, is_same_job, shown_job
 from prefect_raybatch.job.job_file import with_fields
 from prefect_raybatch.job.secrets import MASK, hide_options
 from prefect_raybatch.runs.typed import typed_words
@@ -225,18 +225,8 @@ def _without_secrets(parameters: Mapping[str, Any], job: Any) -> dict[str, Any]:
     return shown
 
 
-# A valid job to which changes are applied if the job is not known.
-BARE_JOB: dict[str, Any] = {
-    "name": "any",
-    "source": {"uri": "in"},
-    "prompt": {"template": "{text}"},
-    "engine": {"model": "m"},
-    "output": {"uri": "out"},
-}
-
-
 def _shown_changes(job: Any, changes: object) -> Any:
-    values = job if isinstance(job, Mapping) else BARE_JOB
+    values = job if isinstance(job, Mapping) else ANY_JOB
     if not isinstance(changes, Mapping):  # a parameter of a caller's own flow
         return MASK
     with suppress(RayBatchError, KeyError, TypeError):  # TypeError: not a valid job

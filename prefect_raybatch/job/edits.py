@@ -29,6 +29,14 @@ from prefect_raybatch.job.placeholders import (
 )
 from prefect_raybatch.job.secrets import hide_endpoint
 
+# The least of a valid job, for questions that are not about a user's job.
+ANY_JOB: dict[str, Any] = {
+    "name": "any",
+    "source": {"uri": "-"},
+    "prompt": {"template": "-"},
+    "output": {"uri": "-"},
+}
+
 
 def edited(job: BatchJob, changes: Mapping[str, object], where: str) -> BatchJob:
     """Return the job with the fields in `changes` replaced, e.g. {"source.limit": 5}; validated.

@@ -43,11 +43,12 @@ class PartShards:
 
 @dataclass(frozen=True)
 class SteadyShards:
-    """Shards that were in engines in steady time: after the first ended, before the last started.
+    """Shards that ran mostly in steady time: after the first shard ended, before the last started.
 
-    `seconds` is each shard's share of the steady time, as time on the clock. Multiplied by the
-    number of GPUs, it is in GPU-seconds. `tokens` are the shard's tokens in that time, `ended` is
-    when it ended, in seconds since 1970.
+    `seconds` is the wall-clock time charged to each shard: each moment of the steady time is
+    divided equally among the shards then in engines. Multiply it by the number of GPUs to get
+    GPU-seconds. `tokens` are the shard's tokens in steady time, `ended` is when it ended, in
+    seconds since 1970.
     """
 
     numbers: np.ndarray
@@ -117,9 +118,9 @@ def paired_gain(trial: SteadyShards, others: SteadyShards) -> Gain:
     and at most 10. There is no gain below LEAST_SHARDS shards.
 
     Let m be the mean of the batch means, s their standard deviation and b their number. `gain` is
-    exp(m) - 1. `bound`, its lower 95 % confidence limit, is exp(m - t(0.95, b - 1) * s / sqrt(b)) -
-    1 (Schmeiser, Batch Size Effects in the Analysis of Simulation Output, Operations Research 30,
-    1982).
+    exp(m) - 1. `bound`, its lower 95 % confidence limit, is
+    exp(m - t(0.95, b - 1) * s / sqrt(b)) - 1 (Schmeiser, Batch Size Effects in the Analysis of
+    Simulation Output, Operations Research 30, 1982).
     """
     if min(len(trial.numbers), len(others.numbers)) < LEAST_SHARDS:
         return Gain(0)

@@ -231,11 +231,11 @@ class Join:
         return np.asarray(self._kind[start:stop] == ASKED)
 
     def numbers_of_leaders(self, start: int, stop: int) -> np.ndarray:
-        """Return the ask numbers (int64) of the rows in [start, stop) that make a new request."""
+        """Return the numbers (int64) of the new requests that rows in [start, stop) make."""
         return np.array(self._asks[start:stop][self.leaders(start, stop)])
 
     def weights(self) -> np.ndarray:
-        """Return how many rows each ask answers (int64[asks]), by ask number."""
+        """Return the number of rows that each new request answers: int64, by request number."""
         made = self._mapped("weights", np.int64, self.asked)
         for a, b in _steps(self.rows):
             waits = (self._kind[a:b] == ASKED) | (self._kind[a:b] == MERGED_ROW)

@@ -363,9 +363,11 @@ class Attempt:
         return joined
 
     def decide(self, joined: JoinedCluster) -> None:
-        """Sort the answers that the phase looks up, or choose the precision for `try-fp8`.
+        """Make the choices that need a cluster, before the engines start.
 
-        Then choose how the engines are arranged, if that is learned from earlier runs.
+        If the phase looks up stored answers, copy these into the order of its rows where that saves
+        reads. Otherwise choose the precision, if the job tries fp8. Then choose the arrangement of
+        the engines, if the run learns it from earlier runs.
         """
         if self.phase.looks_up:
             self._place_answers(joined.user)

@@ -121,10 +121,11 @@ def write_copy_record(store: Store, key: str, one: Copied) -> None:
 
 
 def forget_copied(store: Store, attempt: str, named: Collection[str]) -> None:
-    """Delete all records of copied shares, and the attempt's input files that are not in the plan.
+    """Delete what the copy of the input left in the run directory and the plan does not use.
 
-    Call it once there is a plan. `named` are the paths of the files that the plan lists. Errors of
-    the store are ignored.
+    These are the records of copied shares, and files that this attempt wrote but `named`, the paths
+    that the plan lists, does not have. The source is not touched. Call it after the plan is
+    written. Errors of the store are ignored.
     """
     ours = (f"{COPIED}/", f"{INPUT}/{attempt}-")
     with suppress(RayBatchError):  # only tidiness

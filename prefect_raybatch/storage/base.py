@@ -167,12 +167,13 @@ class Store(ABC):
     def open(self, path: str) -> BinaryIO:
         """Return a handle for random reads (close it, or use `with`).
 
-        Raises FileNotFoundError if the file is missing. On S3 each read is one GET, which requires
-        the etag at opening. So a read raises SourceError if the object has changed.
+        Raises FileNotFoundError if the file is missing. On S3 each read is one GET, on the
+        condition that the etag is still that of the opening. So a read raises SourceError if the
+        object has changed since.
 
-        pyarrow may read it in the calling thread only (`pre_buffer=False`, `use_threads=False`):
-        its own threads need Python to release the handle, and abort or hang an interpreter that is
-        ending (apache/arrow issues 34314 and 50482).
+        Let pyarrow read it in the calling thread only (`pre_buffer=False`, `use_threads=False`).
+        pyarrow's own threads must call Python to release the handle. If the interpreter is ending,
+        that aborts or hangs it (apache/arrow issues 34314 and 50482).
         """
 
     @abstractmethod

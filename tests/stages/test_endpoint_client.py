@@ -153,12 +153,17 @@ def test_rows_wait_while_the_quota_of_all_is_used_up(server: OpenAIServer) -> No
     assert long.error is None and len(asked) == client.LIMITED_TRIES + 6
 
 
-def test_an_outage_after_answers_to_others_blames_no_row(
-    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server answers what is in flight as it stops, and then nothing for some time."""
+@pytest.fixture
+def judged_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only answers to other requests tell whether a request fails because of its row."""
     monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)
     monkeypatch.setattr(limiter, "SLOWER", 1.0)  # or a second request would wait for the first
+
+
+def test_an_outage_after_answers_to_others_blames_no_row(
+    server: OpenAIServer, judged_beside_others: None
+) -> None:
+    """The server answers what is in flight as it stops, and then nothing for some time."""
     tries: list[int] = []
 
     def fault(number: int, body: dict[str, Any]) -> Any:
@@ -180,10 +185,8 @@ def test_an_outage_after_answers_to_others_blames_no_row(
 
 
 def test_a_row_that_always_fails_while_others_are_answered_ends(
-    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+    server: OpenAIServer, judged_beside_others: None
 ) -> None:
-    monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)
-    monkeypatch.setattr(limiter, "SLOWER", 1.0)  # or a second request would wait for the first
 
     def fault(number: int, body: dict[str, Any]) -> Any:
         if body == LONG:
@@ -199,11 +202,9 @@ def test_a_row_that_always_fails_while_others_are_answered_ends(
 
 
 def test_the_last_row_that_fails_ends_alone_if_others_were_answered_between_its_failures(
-    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+    server: OpenAIServer, judged_beside_others: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the run is answered, so the server is silent but for this row."""
-    monkeypatch.setattr(client, "ROW_TRIES_ALONE", 1 << 30)
-    monkeypatch.setattr(limiter, "SLOWER", 1.0)  # or a second request would wait for the first
     tries: list[int] = []
 
     def fault(number: int, body: dict[str, Any]) -> Any:

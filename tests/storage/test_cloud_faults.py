@@ -218,6 +218,11 @@ CLOUD_KEYS = {
 }
 
 
+def store_at(url: str, scheme: str) -> Store:
+    address = "base_url" if scheme == "gs" else "endpoint"
+    return open_store(f"{scheme}://b/x", {address: url, **CLOUD_KEYS[scheme]})
+
+
 @pytest.mark.parametrize("scheme", CLOUD_KEYS)
 @pytest.mark.parametrize("content", [b"\x30\x82", None], ids=["no PEM", "missing"])
 @pytest.mark.parametrize("system", [True, False], ids=["others", "no others"])
@@ -236,8 +241,7 @@ def test_a_file_of_certificates_that_cannot_be_used_is_no_outage(
         monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("asked again"))
     with untrusted_server(tmp_path) as url:
-        address = "base_url" if scheme == "gs" else "endpoint"
-        store = open_store(f"{scheme}://b/x", {address: url, **CLOUD_KEYS[scheme]})
+        store = store_at(url, scheme)
         said = rf"{scheme}://b.*: SSL_CERT_FILE: '.*ca\.der' is not a readable PEM file"
         with pytest.raises(ConfigError, match=said):
             store.read("a")
@@ -249,8 +253,7 @@ def test_a_certificate_that_is_not_trusted_is_no_outage(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("asked again"))
     with untrusted_server(tmp_path) as url:
-        address = "base_url" if scheme == "gs" else "endpoint"
-        store = open_store(f"{scheme}://b/x", {address: url, **CLOUD_KEYS[scheme]})
+        store = store_at(url, scheme)
         said = rf"{scheme}://b/x/a: the TLS certificate of {url} is not valid: \w+\. Set SSL_CERT"
         with pytest.raises(ConfigError, match=said):
             store.read("a")

@@ -225,10 +225,11 @@ class ShardBatches:
             return
 
     def _refused(self, slot: Slot, error: CallRefused) -> None:
-        """End a slot whose batch the server refused to create because the input file is gone.
+        """Handle the server's refusal to create the batch of `slot`.
 
-        Another driver may have deleted the file when its batch had ended. Raises `EndpointRefused`
-        if the server still has the file.
+        If the server no longer has the input file, the slot ends without answers: another driver
+        may have run the same batch and then deleted the file. If the server still has it, raises
+        `EndpointRefused`.
         """
         if self.api.has_file(slot.file_id):
             raise EndpointRefused(f"engine.endpoint.batch: {error}")
